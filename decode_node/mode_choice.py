@@ -84,7 +84,8 @@ def _admit_auto(draft: PlanDraft, request: Request, modes: Collection[Mode]) -> 
 
 def _starts_sooner_hisparse(limits: Limits, request: Request, held: HeldMatch) -> bool:
     """Return whether most of the prompt's KV is in the host pool and not on the device. A dense request waits
-    until all of that has come up; a hisparse one begins at once, and gets pages beside its first steps."""
+    until all of that has come up; a hisparse one with a hot buffer begins at once, and gets pages beside its
+    first steps. One that is resident at once waits for its KV alone, and keeps it in the host pool, too."""
     return limits.keeps_residents and 2 * held.num_copied * limits.page_size > request.num_prompt_tokens
 
 
