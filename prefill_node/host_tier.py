@@ -28,8 +28,7 @@ from hisparse_pd.core.paging.prefix import Prefix, end_of
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.core.paging.prompt_keys import PageKey
 from hisparse_pd.engine.set_aside import SetAside
-from hisparse_pd.prefill_node.copies_up import CACHE_POOLS as CACHE_POOLS
-from hisparse_pd.prefill_node.copies_up import CopiesUp, Wanted
+from hisparse_pd.prefill_node.copies_up import CACHE_POOLS, CopiesUp, Wanted
 from hisparse_pd.prefill_node.host_pages import HostPages
 from hisparse_pd.prefill_node.host_source import HostSource
 from hisparse_pd.prefill_node.pins import Pins

@@ -42,7 +42,3 @@ class PeerPauses:
             )
         if items:
             self.pause(peer)
-
-    def clear(self) -> None:
-        """End all pauses."""
-        self._until.clear()

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from hisparse_pd.core.paging.extents import extents_to_page_ids
 from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.kernels.row_check import PageRows, WrongItem, rows_of_pages
-from hisparse_pd.prefill_node.host_tier import CACHE_POOLS
+from hisparse_pd.prefill_node.copies_up import CACHE_POOLS
 from hisparse_pd.prefill_node.request_life import PrefillLife
 from hisparse_pd.prefill_node.requests import PrefillState
 from hisparse_pd.prefill_node.scheduler import Chunk, StepLimits, why_never

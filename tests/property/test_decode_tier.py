@@ -362,7 +362,7 @@ class Reads(RuleBasedStateMachine):
     )
     def read(self, pages: tuple[int, ...], what: str, number: int) -> None:
         """Parts of a read arrive, in the course of which something happens."""
-        self.tier.pauses.clear()
+        self.tier.pauses._until.clear()
         self.arrive(pages, 6)
         request = self.waiting[-1]
         self._begin(request)
@@ -572,7 +572,7 @@ class Copies(Reads):
     @rule(pages=prompts, what=st.sampled_from(["right", "damaged", "aborted", "dropped", "shared"]))
     def copy(self, pages: tuple[int, ...], what: str) -> None:
         """A copy is under way, in the course of which something happens."""
-        self.tier.pauses.clear()
+        self.tier.pauses._until.clear()
         self.arrive(pages, 6)
         request = self.waiting[-1]
         asked: Any = request

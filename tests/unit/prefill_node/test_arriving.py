@@ -20,7 +20,8 @@ from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, page_keys
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.engine.prefix_scrub import PrefixScrub
 from hisparse_pd.kernels.row_check import PageRows
-from hisparse_pd.prefill_node.host_tier import CACHE_POOLS, HOST_POOLS
+from hisparse_pd.prefill_node.copies_up import CACHE_POOLS
+from hisparse_pd.prefill_node.host_tier import HOST_POOLS
 from hisparse_pd.prefill_node.requests import PrefillRequest
 from hisparse_pd.prefill_node.scheduler import Chunk
 from hisparse_pd.protocol.messages import Extent, RoomDone

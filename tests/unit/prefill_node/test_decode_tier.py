@@ -22,7 +22,7 @@ from hisparse_pd.core.paging.pools import PoolKind, Stage
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, page_keys, root_of
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.prefill_node import decode_tier
-from hisparse_pd.prefill_node.host_tier import CACHE_POOLS
+from hisparse_pd.prefill_node.copies_up import CACHE_POOLS
 from hisparse_pd.prefill_node.read_quarantine import QUARANTINE_SECS
 from hisparse_pd.protocol.messages import (
     AbortRoom,
@@ -62,7 +62,7 @@ SCATTERED = (Extent(64, 40), Extent(0, 8), Extent(512, 112))
 def eager(engine: EngineThread) -> Iterator[None]:
     """Nothing is computed too soon to be read, or because a busy machine reads slowly, and earlier errors are
     forgotten."""
-    engine.life.pages.decode_tier.pauses.clear()
+    engine.life.pages.decode_tier.pauses._until.clear()
     with patch.multiple(decode_tier, LEAST_SECS=0.0, LEAST_WAIT_SECS=decode_tier.LONGEST_WAIT_SECS):
         yield
 

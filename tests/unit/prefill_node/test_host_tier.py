@@ -21,8 +21,9 @@ from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.engine.prefix_scrub import PrefixScrub
 from hisparse_pd.kernels.row_check import PageRows
 from hisparse_pd.prefill_node import host_pages
+from hisparse_pd.prefill_node.copies_up import CACHE_POOLS
 from hisparse_pd.prefill_node.fresh_pages import FRESH_SECS
-from hisparse_pd.prefill_node.host_tier import CACHE_POOLS, HOST_POOLS
+from hisparse_pd.prefill_node.host_tier import HOST_POOLS
 from hisparse_pd.prefill_node.requests import PrefillState
 from hisparse_pd.protocol.messages import RoomDone
 from tests.unit.prefill_node.support import (
