@@ -150,6 +150,8 @@ def _shrink(draft: PlanDraft, most: int, num_needed: int) -> bool:
         capacity = draft.limits.max_capacity(request, most)
         if request.num_page_slots:  # these are given up, and the hot buffer beside them does not grow
             capacity = min(capacity, request.hot_capacity)
-        own = gain - draft.matches.freed_without(request).device if request.is_resident else gain
+        own = gain
+        if request.is_resident:  # the draft counts by itself what is free of the pages that it shares
+            own = request.owned_slots.device - draft.limits.in_pages(capacity)
         draft.make_hot_buffer(Exchange(request, capacity), SlotCounts(device=own))
     return True

@@ -9,6 +9,7 @@ import pytest
 from msgspec import structs
 
 from hisparse_pd.core.paging.pools import PoolKind, SlotCounts
+from hisparse_pd.decode_node.making_room import make_room
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.reserve import order_ends
@@ -242,6 +243,30 @@ def test_a_resident_gives_up_pages_that_it_would_share_before_others_shrink() ->
     assert [each.request for each in plan.exchanges] == [resident]
     assert [request.hot_capacity for request in (resident, *others)] == [64] * 4
     assert node.rooms.pools.free.device == 320 - 4 * 64
+
+
+def test_a_plan_counts_what_residents_leave_who_share_with_each_other_alone() -> None:
+    """Both leave in one plan: the shared pages are free then, and each owns a hot buffer of 64."""
+    node = node_with_device(512)
+    residents = []
+    for _ in range(2):
+        residents.append(node.arrive(TRUE, 160, max_new_tokens=130, family=1))
+        node.step()
+        settled(node)
+        share_pages(node)
+    assert [request.num_resident_pages for request in residents] == [9, 9]
+    for _ in range(6):
+        for request in residents:
+            node.run(request, 12)
+        node.step()
+    draft = node.draft()
+    assert all(request.num_device_slots > 64 for request in residents)
+    num_own = min(request.num_device_slots for request in residents) - 64
+    assert make_room(draft, draft.spare_device() + num_own + 1, dense_may_leave=False)
+    assert set(draft.exchanges) == set(residents)
+    carry_out(node.rooms, StepPlan(exchanges=tuple(draft.exchanges.values())))
+    assert draft.available.device == node.rooms.available.device == 512 - 2 * 64
+    assert [draft._changed[request].owned.device for request in residents] == [64, 64]
 
 
 def test_shared_pages_of_residents_are_counted_on_at_their_last_users_end() -> None:
