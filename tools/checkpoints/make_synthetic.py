@@ -65,6 +65,7 @@ _NOT_IN_CONFIG = ("jitter", "expert_size", "draft_agreement")
 """Fields of SyntheticShape that config.json does not have, and that may be 0."""
 _CONFIG_NAMES = {
     "num_layers": "num_hidden_layers",
+    "num_dense_layers": "first_k_dense_replace",
     "num_experts": "n_routed_experts",
     "num_heads": "num_attention_heads",
     "experts_per_token": "num_experts_per_tok",
@@ -79,6 +80,8 @@ class SyntheticShape:
     """Dimensions of the checkpoint; the defaults of attention are DeepSeek-V3.2's."""
 
     num_layers: int = 4
+    num_dense_layers: int = 1
+    """First layers, whose feed-forward has no experts."""
     num_experts: int = 8
     hidden_size: int = 2048
     vocab_size: int = 32768
@@ -107,6 +110,11 @@ class SyntheticShape:
             raise ValueError(f"jitter is {self.jitter}; expected a share of the variance, 0 to 1")
         if not 0 <= (self.draft_agreement or 0) <= 1:
             raise ValueError(f"draft_agreement is {self.draft_agreement}; expected a share, 0 to 1")
+        if self.num_dense_layers > self.num_layers:
+            raise ValueError(
+                f"num_dense_layers is {self.num_dense_layers}; expected at most the {self.num_layers} of "
+                "num_layers"
+            )
         if self.num_experts < self.experts_per_token:
             raise ValueError(
                 f"num_experts is {self.num_experts}; expected at least {self.experts_per_token}, which each "
@@ -302,7 +310,7 @@ class _Maker:
         """Return the weights of a layer; the one behind all others is the MTP layer."""
         shape = self._shape
         weights = self._attention() | self._indexer()
-        if number == 0:
+        if number < shape.num_dense_layers:
             weights |= self._mlp("mlp", 2 * shape.hidden_size)
         else:
             weights |= {
@@ -430,6 +438,7 @@ def _write_tokenizer(out_dir: Path, vocab_size: int, context_length: int) -> Non
 
 OPTIONS = {
     "layers": ("num_layers", "number of layers, each with its indexer"),
+    "dense-layers": ("num_dense_layers", "number of first layers without experts"),
     "experts": ("num_experts", "number of routed experts in a layer"),
     "hidden": ("hidden_size", "width of the hidden state"),
     "vocab": ("vocab_size", "tokens of the vocabulary"),

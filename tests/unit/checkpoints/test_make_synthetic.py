@@ -112,9 +112,15 @@ def test_it_loads_whole_and_runs(checkpoint: Path, caplog: pytest.LogCaptureFixt
     assert float(others.max()) < float(logits[0, words].max()) - 10
 
 
-def test_transformers_finds_no_weight_missing_or_left_over(checkpoint: Path) -> None:
+@pytest.mark.parametrize("num_dense_layers", [1, 2])
+def test_transformers_finds_no_weight_missing_or_left_over(
+    checkpoint: Path, tmp_path: Path, num_dense_layers: int
+) -> None:
     from transformers import AutoModelForCausalLM
 
+    if num_dense_layers != SMALL.num_dense_layers:
+        checkpoint = tmp_path
+        write_synthetic(checkpoint, replace(SMALL, num_dense_layers=num_dense_layers), seed=3)
     _, report = AutoModelForCausalLM.from_pretrained(
         checkpoint, dtype=torch.bfloat16, local_files_only=True, output_loading_info=True
     )
@@ -165,6 +171,8 @@ def test_stale_weights_and_impossible_shapes_are_refused(
         SyntheticShape(vocab_size=100)
     with pytest.raises(ValueError, match=r"draft_agreement is 1\.5; expected a share"):
         SyntheticShape(draft_agreement=1.5)
+    with pytest.raises(ValueError, match="num_dense_layers is 5; expected at most the 4 of num_layers"):
+        SyntheticShape(num_dense_layers=5)
     with pytest.raises(SystemExit):
         main(["--out", "unused", "--jitter", "2"])
     assert "jitter is 2.0; expected a share" in capsys.readouterr().err

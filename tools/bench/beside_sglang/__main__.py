@@ -97,7 +97,7 @@ def prepare(run: Run) -> None:
     """Write the model where it is missing, and compile the guest's kernels."""
     options = run.options
     if not (options.model / "config.json").exists():
-        shape = ("layers", "experts", "experts_per_token", "jitter")
+        shape = ("layers", "dense_layers", "experts", "experts_per_token", "jitter")
         words = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in shape]
         if options.draft_agreement is not None:
             words.append(f"--draft-agreement={options.draft_agreement}")

@@ -37,6 +37,7 @@ value that changes no shape."""
 
 def shape(
     num_layers: int,
+    num_dense_layers: int,
     num_experts: int,
     experts_per_token: int,
     jitter: float,
@@ -44,6 +45,7 @@ def shape(
 ) -> SyntheticShape:
     return SyntheticShape(
         num_layers=num_layers,
+        num_dense_layers=num_dense_layers,
         num_experts=num_experts,
         hidden_size=7168,
         expert_size=2048,
@@ -74,7 +76,8 @@ def write_model(directory: Path, of: SyntheticShape, device: str, *, with_weight
 
 def add_shape_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``shape``, which the whole comparison (``__main__.py``) passes on to this module."""
-    parser.add_argument("--layers", type=int, default=5, help="layers, the first of them without experts")
+    parser.add_argument("--layers", type=int, default=5, help="layers of the model")
+    parser.add_argument("--dense-layers", type=int, default=1, help="first layers, which have no experts")
     parser.add_argument("--experts", type=int, default=32, help="routed experts of a layer")
     parser.add_argument("--experts-per-token", type=int, default=1, help="routed experts of a token")
     parser.add_argument(
@@ -99,6 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     of = shape(
         options.layers,
+        options.dense_layers,
         options.experts,
         options.experts_per_token,
         options.jitter,
