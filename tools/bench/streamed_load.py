@@ -10,10 +10,12 @@ requests ask for.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,23 +113,40 @@ class Client:
         self._asked = {"x-request-timing": "1"} if asks_phases else {}
         self._timeout_secs = timeout_secs
         is_local = httpx.URL(url).host in ("localhost", "127.0.0.1", "::1")
-        self._http = httpx.AsyncClient(
+        self._make_http = functools.partial(
+            httpx.AsyncClient,
             headers={"authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_SECS),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
             trust_env=not is_local,  # the environment's proxies
+            verify=httpx.create_ssl_context(),
         )
+        self._idle: list[httpx.AsyncClient] = []
 
     async def __aenter__(self) -> Client:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._http.aclose()
+        for http in self._idle:
+            await http.aclose()
+
+    @contextmanager
+    def _connection(self) -> Iterator[httpx.AsyncClient]:
+        """Yield an HTTP client of which no other request uses the connection.
+
+        In one client for all, a request looks at each idle connection for each other one: with 128
+        requests, many of which end together, some would be sent seconds late.
+        """
+        http = self._idle.pop() if self._idle else self._make_http()
+        try:
+            yield http
+        finally:
+            self._idle.append(http)
 
     async def first_model(self) -> str:
         """Return the endpoint's first model. Raises EndpointError."""
         try:
-            answer = await self._http.get(f"{self._url}/models", timeout=CONNECT_TIMEOUT_SECS)
+            with self._connection() as http:
+                answer = await http.get(f"{self._url}/models", timeout=CONNECT_TIMEOUT_SECS)
             answer.raise_for_status()
             return str(answer.json()["data"][0]["id"])
         except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
@@ -141,7 +160,8 @@ class Client:
         """Return the document of the router's /status. Raises EndpointError."""
         url = f"{self._url.removesuffix('/v1')}/status"
         try:
-            answer = await self._http.get(url, timeout=CONNECT_TIMEOUT_SECS)
+            with self._connection() as http:
+                answer = await http.get(url, timeout=CONNECT_TIMEOUT_SECS)
             return answer.raise_for_status().json()
         except (httpx.HTTPError, ValueError) as error:
             raise EndpointError("status", f"{url}: {type(error).__name__}: {error}") from error
@@ -151,7 +171,8 @@ class Client:
         record = Record(time.perf_counter())
         try:
             async with asyncio.timeout(self._timeout_secs):
-                await self._stream(content, record)
+                with self._connection() as http:
+                    await self._stream(http, content, record)
         except TimeoutError:
             record.error_class, record.error = "timeout", f"not finished after {self._timeout_secs:g} s"
         except EndpointError as error:
@@ -163,10 +184,10 @@ class Client:
         record.ended = time.perf_counter()
         return record
 
-    async def _stream(self, content: bytes, record: Record) -> None:
+    async def _stream(self, http: httpx.AsyncClient, content: bytes, record: Record) -> None:
         url, headers = f"{self._url}/completions", {"content-type": "application/json", **self._asked}
         is_finished = False
-        async with self._http.stream("POST", url, content=content, headers=headers) as response:
+        async with http.stream("POST", url, content=content, headers=headers) as response:
             if response.is_error:
                 text = (await response.aread()).decode(errors="replace")
                 raise EndpointError(f"HTTP {response.status_code}", text[:MESSAGE_CHARS])

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from starlette.types import Send
+from starlette.types import Receive, Scope, Send
 
 from tests.unit.router.cluster import Behaviour, FakeNode, answer, says, start, write
 from tests.unit.router.cluster import serving as serving_app
@@ -221,6 +221,25 @@ async def test_a_closed_loop_keeps_exactly_its_concurrency_busy() -> None:
     assert len(done) == 10
     assert endpoint.most_inside == 3
     assert [record.started for record in records] == sorted(record.started for record in records)
+
+
+async def test_requests_at_once_have_a_connection_each_and_later_ones_take_these() -> None:
+    async def when_three_are_there(endpoint: FakeNode, send: Send) -> None:
+        if len(bodies_of(endpoint)) <= 3:
+            await until_asked(endpoint, 3)
+        await scripted(endpoint, send)
+
+    endpoint = Endpoint(when_three_are_there)
+    ports: list[int] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        ports.append(scope["client"][1])
+        await endpoint(scope, receive, send)
+
+    async with serving_app(app) as url, Client(f"{url}/v1", WAIT_SECS) as client:
+        await closed_loop(client, [BODY] * 10, 3)
+    assert len(ports) == 10
+    assert len(set(ports)) == 3
 
 
 def test_bodies_ask_for_what_the_options_say() -> None:
