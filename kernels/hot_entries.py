@@ -21,6 +21,8 @@ from hisparse_pd.kernels.hot_state import ABSENT, INTEGERS, HotBufferState
 
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 """Types as which items are copied, the widest first."""
+MOVED_BYTES = 32 << 20
+"""Most device memory that items take while they move. Those of several layers move by two launches."""
 
 
 def positions_of(state: HotBufferState, row: int, lookup_slots: Tensor) -> Tensor:
@@ -76,6 +78,11 @@ def resize_hot_buffer(
     if len(layers_of_group) != state.num_groups:
         raise KernelArgumentError(
             f"layers_of_group: expected {state.num_groups} groups, got {len(layers_of_group)}"
+        )
+    if sorted(layer for layers in layers_of_group for layer in layers) != list(range(k_dev.shape[0])):
+        raise KernelArgumentError(
+            f"layers_of_group: expected each of the {k_dev.shape[0]} layers of k_dev once, got "
+            f"{layers_of_group}"
         )
 
     if state.max_new == 1 and num_before < capacity < num_tokens + state.max_new:
@@ -177,12 +184,20 @@ def _moves(targets: Tensor, entries: Tensor, most_moved: int, slots: Tensor) -> 
 def _move_items(
     k_dev: Tensor, layers_of_group: Sequence[Sequence[int]], src_slots: Tensor, dst_slots: Tensor
 ) -> None:
+    """Copy the items at ``src_slots`` to ``dst_slots``, both [num_groups, n], in the layers of each group."""
     word = next(dtype for dtype in WORDS if k_dev.shape[2] % dtype.itemsize == 0)
     items = k_dev.view(word)
-    for group, layers in enumerate(layers_of_group):
-        for layer in layers:
-            moved = items[layer].index_select(0, src_slots[group])  # all are read before any is written
-            items[layer].index_copy_(0, dst_slots[group], moved)
+    in_order = sorted((layer, group) for group, layers in enumerate(layers_of_group) for layer in layers)
+    layer_bytes = src_slots.shape[1] * k_dev.shape[2]
+    most = max(1, MOVED_BYTES // layer_bytes)
+    for first in range(0, len(in_order), most):
+        groups = [group for _, group in in_order[first : first + most]]
+        src, dst = (
+            torch.stack([slots[group] for group in groups])[..., None].expand(-1, -1, items.shape[2])
+            for slots in (src_slots, dst_slots)
+        )
+        some = items[first : first + most]
+        some.scatter_(1, dst, some.gather(1, src))  # all are read before any is written
 
 
 def _enter(

@@ -50,6 +50,14 @@ def test_a_larger_one_has_empty_entries_behind_those_that_it_had() -> None:
     assert buffer.hot_positions() == [7, 9, 5, 1, 2, 12], "empty ones are taken first, and then the oldest"
 
 
+@pytest.fixture(params=["all layers at once", "one layer at a time"])
+def moves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many layers' items move by the same launches."""
+    if request.param == "one layer at a time":
+        monkeypatch.setattr(hot_entries, "MOVED_BYTES", 1)
+
+
+@pytest.mark.usefixtures("moves")
 def test_a_smaller_one_keeps_what_was_used_last() -> None:
     """Position 5 moves from hot_index 2 to that of position 3, which was not used for longer."""
     buffer = Buffer()
@@ -62,6 +70,7 @@ def test_a_smaller_one_keeps_what_was_used_last() -> None:
     assert resized(buffer, 3, 2, 12) == [5, -1, -1, -1, -1, -1]
 
 
+@pytest.mark.usefixtures("moves")
 def test_one_that_holds_all_positions_has_each_at_the_hot_index_of_its_own_number() -> None:
     """Positions 2, 4 and 1 of five; a swap of two items needs no third slot."""
     buffer = Buffer()
@@ -113,6 +122,7 @@ def test_a_row_whose_items_cannot_be_moved_can_be_emptied(
         ({"hot_pages": torch.tensor([5, 6])}, r"hot_pages highest: expected a value in \[0, 6\), got 6"),
         ({"hot_pages": torch.tensor([5, -1])}, r"hot_pages lowest: expected a value in \[0, 6\), got -1"),
         ({"layers_of_group": ((0,), (1,))}, "layers_of_group: expected 1 groups, got 2"),
+        ({"layers_of_group": ((0,),)}, "layers_of_group: expected each of the 2 layers of k_dev once"),
     ],
 )
 def test_arguments_are_checked_before_anything_changes(changed: dict[str, Any], error: str) -> None:
