@@ -20,7 +20,7 @@ from hisparse_pd.prefill_node.read_plan import ReadPlan
 from hisparse_pd.prefill_node.requests import PrefillRequest
 from hisparse_pd.protocol.messages import Extent
 from hisparse_pd.transfer.lane_memory import Mapping
-from hisparse_pd.transfer.plan import descriptors, join_descriptors
+from hisparse_pd.transfer.plan import MOST_LONG, descriptors, join_descriptors
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,13 @@ class LaneSource:
         arrivals = self.arrivals
         with arrivals.stream.copying():
             pools = self.plan.pools(self.first, dst)
+            most_long = MOST_LONG // arrivals.num_parts
             for part in range(arrivals.num_parts):
                 moves = [
                     descriptors(pool.runs, pool.src, pool.dst, arrivals.layers(part, pool.stop))
                     for pool in pools
                 ]
-                self.memory.enqueue_reads(join_descriptors(moves))
+                self.memory.enqueue_reads(join_descriptors(moves), most_long)
                 arrivals.record(part)
             verify()
         return arrivals.stream.record()

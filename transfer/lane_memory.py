@@ -173,14 +173,15 @@ class Mapping:
         if is_last:
             self._unmap_in_thread()
 
-    def enqueue_reads(self, reads: Descriptors) -> None:
+    def enqueue_reads(self, reads: Descriptors, most_long: int) -> None:
         """Enqueue reads by this node's GPU into its own memory, on its current stream. The caller has pinned
-        this memory until they are over. Raises TransferError, after which nothing was enqueued, and the
-        driver's error."""
+        this memory until they are over. ``most_long``: see ``for_gpu``. Raises TransferError, after which
+        nothing was enqueued, and the driver's error."""
         assert self._gpu is not None, "a GPU reads"
         windows = self._windows_of(reads, may_be_elsewhere=False, is_read=True)
         to_here = (self._starts_here - self._starts)[windows]
-        self._gpu.enqueue(*for_gpu(Descriptors(reads.src_addrs + to_here, reads.dst_addrs, reads.lengths)))
+        here = Descriptors(reads.src_addrs + to_here, reads.dst_addrs, reads.lengths)
+        self._gpu.enqueue(*for_gpu(here, most_long))
 
     def _copy(
         self, moves: Descriptors, stop: Callable[[], str] | None, may_be_elsewhere: bool, *, is_read: bool

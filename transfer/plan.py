@@ -41,7 +41,8 @@ LONG_BYTES: Final = 128 << 10
 """Shortest range that a GPU's copy engine copies, each by a call, which costs 3 us; the engine moves as many
 bytes in that time."""
 MOST_LONG: Final = 512
-"""Most ranges that a GPU's copy engine copies of one plan; where more are long, the kernel copies all."""
+"""Most ranges that a GPU's copy engine copies in one copy; where more are long, the kernel copies all. The
+loop of an engine waits for the calls: these take it 1.5 ms and more."""
 PIECE_BYTES: Final = 16 << 10
 """Bytes that a warp of the kernel for short ranges copies at a time."""
 
@@ -282,11 +283,12 @@ def cut_long(writes: Descriptors, max_bytes: int) -> Descriptors:
     )
 
 
-def for_gpu(moves: Descriptors) -> tuple[Descriptors, Descriptors]:
+def for_gpu(moves: Descriptors, most_long: int = MOST_LONG) -> tuple[Descriptors, Descriptors]:
     """Return the long ranges, for a GPU's copy engine, and all others in pieces for the kernel that copies
-    short ones: the arguments of ``gpu_copies.enqueue_copies``."""
+    short ones: the arguments of ``gpu_copies.enqueue_copies``. ``most_long``: most long ranges; less than
+    MOST_LONG where ``moves`` are a part of a copy."""
     is_long = moves.lengths >= LONG_BYTES
-    if np.count_nonzero(is_long) > MOST_LONG:
+    if np.count_nonzero(is_long) > most_long:
         is_long[:] = False
     return moves.at(is_long), cut_long(moves.at(~is_long), PIECE_BYTES)
 

@@ -9,8 +9,8 @@ still read what is written to.
 Copies up may bring layer after layer, for a forward that begins meanwhile (``layer_arrivals.py``), on a
 stream that other such copies share.
 
-However scattered pages are, a copy of a pool on a GPU is at most 512 calls, for long runs, and a launch for
-each 65,536 shorter ranges (``plan.for_gpu``, ``gpu_copies.py``). Small copies of several pools share them.
+However scattered pages are, a copy on a GPU is at most 512 calls, for long runs, and a launch for each 65,536
+shorter ranges of a pool (``plan.for_gpu``, ``gpu_copies.py``). Small copies of several pools share them.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from hisparse_pd.core.paging.extents import SlotRanges, extents_to_slots, slice_
 from hisparse_pd.protocol.messages import Extent
 from hisparse_pd.transfer.lane_copy import copy_ranges
 from hisparse_pd.transfer.plan import (
+    MOST_LONG,
     Descriptors,
     RegionView,
     descriptors,
@@ -177,7 +178,9 @@ def copy_slots(
     for pools, src_slots, dst_slots in copies:
         runs = plan_writes(SlotRanges.of_extents(src_slots), SlotRanges.of_extents(dst_slots))
         moves += [(runs, src, dst) for src, dst in pools]
-    for part in range(1 if arrivals is None else arrivals.num_parts):
+    num_parts = 1 if arrivals is None else arrivals.num_parts
+    most_long = MOST_LONG // max(1, num_parts * len(moves))  # of each part of a pool
+    for part in range(num_parts):
         planned: list[Descriptors] = []
         for runs, src, dst in moves:
             num_layers = src.shape[0]
@@ -186,17 +189,19 @@ def copy_slots(
                 continue
             planned.append(descriptors(runs, _region(src), _region(dst), layers))
             if sum(each.num_bytes for each in planned) >= EARLY_BYTES:  # the link moves them meanwhile
-                _enqueue(planned, device)
+                _enqueue(planned, device, most_long)
                 planned = []
-        _enqueue(planned, device)
+        _enqueue(planned, device, most_long)
         if arrivals is not None:
             arrivals.record(part)
 
 
-def _enqueue(parts: Sequence[Descriptors], device: torch.device) -> None:
+def _enqueue(parts: Sequence[Descriptors], device: torch.device, most_long: int) -> None:
+    """Make planned copies of parts of pools. ``most_long``: long ranges of each that the copy engine may have
+    (``for_gpu``)."""
     moves = join_descriptors(parts)
     if device.type == "cuda":
-        enqueue_copies(device, *for_gpu(moves))
+        enqueue_copies(device, *for_gpu(moves, most_long * len(parts)))
     else:
         copy_ranges(*moves)
 

@@ -22,6 +22,7 @@ from hisparse_pd.transfer.lane import Lane, Lanes
 from hisparse_pd.transfer.plan import (
     DESCRIPTOR_COST_BYTES,
     LONG_BYTES,
+    MOST_LONG,
     PIECE_BYTES,
     LayerWrites,
     RegionView,
@@ -165,7 +166,8 @@ def test_layers_are_read_for_a_forward_that_waits_for_each(writer: Writer, where
             with arrivals.stream.copying():
                 torch.cuda._sleep(10_000_000)  # some 5 ms
                 for part in range(arrivals.num_parts):
-                    memory.enqueue_reads(descriptors(runs, src, dst, arrivals.layers(part, num_layers)))
+                    layers = arrivals.layers(part, num_layers)
+                    memory.enqueue_reads(descriptors(runs, src, dst, layers), MOST_LONG)
                     arrivals.record(part)
             for layer in range(num_layers):
                 arrivals.wait(layer, num_layers)

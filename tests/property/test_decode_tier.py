@@ -535,7 +535,7 @@ class Copies(Reads):
         return self._pinned, arrivals
 
     def _pinned(self, session: str) -> Any:
-        def enqueue_reads(reads: Descriptors) -> None:
+        def enqueue_reads(reads: Descriptors, most_long: int) -> None:
             self.begun.moves += moves_of(reads)
 
         def unpin() -> None:

@@ -36,7 +36,7 @@ from hisparse_pd.protocol.messages import (
 )
 from hisparse_pd.transfer.errors import TransferError
 from hisparse_pd.transfer.lane_copy import copy_ranges
-from hisparse_pd.transfer.plan import Descriptors
+from hisparse_pd.transfer.plan import MOST_LONG, Descriptors
 from tests.unit.prefill_node.support import (
     DecodePeer,
     EngineThread,
@@ -182,6 +182,7 @@ class CopiedByGpu:
         self.num_pinned = 0
         self.recorded: list[int] = []
         """By part, the ranges that were read before it was recorded."""
+        self.most_calls = 0
         self._num_read = 0
 
     def pinned(self, session: str) -> CopiedByGpu:
@@ -191,8 +192,9 @@ class CopiedByGpu:
     def unpin(self) -> None:
         self.num_pinned -= 1
 
-    def enqueue_reads(self, reads: Descriptors) -> None:
+    def enqueue_reads(self, reads: Descriptors, most_long: int) -> None:
         copy_ranges(*reads)
+        self.most_calls += most_long
         self._num_read += reads.lengths.size
 
     def layers(self, part: int, num_layers: int) -> range:
@@ -220,6 +222,7 @@ def test_a_gpu_copies_what_the_decode_node_holds_layer_by_layer(
     assert tier.counts.num_bytes == num_bytes + 128 * per_token
     assert sorted(set(gpu.recorded)) == gpu.recorded, "each part has layers"
     assert len(gpu.recorded) == gpu.num_parts
+    assert 0 < gpu.most_calls <= MOST_LONG
     assert gpu.num_pinned == 0
 
 

@@ -162,12 +162,12 @@ def test_pinned_memory_is_read_until_it_is_let_go() -> None:
         gpu.opened[:] = np.arange(gpu.opened.size) % 249
         base, here = pair.regions[0][0], pair.network.addr
         columns = [base + 7, (1 << 50) + 30], [here + 1, here + 2000], [1000, 60]
-        memory.enqueue_reads(Descriptors(*(np.array(column) for column in columns)))
+        memory.enqueue_reads(Descriptors(*(np.array(column) for column in columns)), 9)
         assert np.array_equal(pair.network.source[1:1001], pair.memory[0][7:1007])
         assert np.array_equal(pair.network.source[2000:2060], gpu.opened[5030:5090])
         outside = [base + POOL_BYTES[0] - 9], [here], [10]
         with pytest.raises(TransferError, match="not within the decode node's memory; nothing was read"):
-            memory.enqueue_reads(Descriptors(*(np.array(column) for column in outside)))
+            memory.enqueue_reads(Descriptors(*(np.array(column) for column in outside)), 9)
         assert "unregister" not in gpu.calls
         memory.unpin()
         wait_until(lambda: "unregister" in gpu.calls, "the memory is let go")
