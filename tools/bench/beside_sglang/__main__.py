@@ -166,7 +166,6 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--prewarm-secs", type=float, default=60, help="limit of compiling kernels; 0: compile none before")
     add("--sglang-secs", type=float, default=130, help="limit of one turn of SGLang")
     add("--our-secs", type=float, default=75, help="limit of one turn of ours")
-    add("--http-secs", type=float, default=120, help="limit of one turn over HTTP of either engine")
     add("--out", type=Path, default=OUT / "beside_sglang", help="JSON file, without its suffix")
     add("--logs", type=Path, default=OUT / "beside_sglang_logs", help="folder of the processes' output")
     add_shape_options(parser)
@@ -196,8 +195,8 @@ def main(words: Sequence[str] | None = None) -> int:
         turns += plan(options.context, clients, over_http=True)
 
     def most_secs(turn: Turn) -> float:
-        own: float = options.our_secs if turn.engine == "ours" else options.sglang_secs
-        return options.http_secs if turn.over_http else own
+        most: float = options.our_secs if turn.engine == "ours" else options.sglang_secs
+        return most
 
     for turn, planned in limits(turns, most_secs, run.secs_left):  # a plan, for the reader of the output
         console.print(f"{turn.name}: at most {planned:.0f} s planned", highlight=False)
