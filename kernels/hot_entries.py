@@ -88,24 +88,26 @@ def resize_hot_buffer(
     if state.max_new == 1 and num_before < capacity < num_tokens + state.max_new:
         state.set_hot_pages(row, capacity, hot_pages)  # nothing moves, and no draft was rejected
         return
-    slots = state.entry_slots(row)[:num_before]
-    lookup_slots, stamps = state.hot_to_lookup[:, slots], state.stamps[:, slots]
-    positions = positions_of(state, row, lookup_slots)
-    is_hot = (positions != ABSENT) & (positions < num_tokens)
-    entries = torch.arange(num_before, device=state.device).expand_as(positions)
+    slots = state.entry_slots(row)
+    lookup_slots, stamps = (table[:, slots[:num_before]] for table in (state.hot_to_lookup, state.stamps))
+    entries = torch.arange(num_before, device=state.device).expand_as(stamps)
     ring_start = capacity - state.max_new
-    if num_tokens <= ring_start:
-        targets = torch.where(is_hot, positions, ABSENT)
-        most_moved = 0 if num_tokens <= num_before - state.max_new else num_before
+    is_fitting = num_tokens <= ring_start
+    if is_fitting or state.max_new > 1:
+        positions = positions_of(state, row, lookup_slots)
+        positions = torch.where(positions < num_tokens, positions, ABSENT)  # without rejected drafts
+        stamps = torch.where(positions == ABSENT, ABSENT, stamps)
+    if is_fitting:
+        targets, most_moved = positions, 0 if num_tokens <= num_before - state.max_new else num_before
     else:
-        targets = _below(ring_start, torch.where(is_hot, stamps, ABSENT), entries)
+        targets = _below(ring_start, stamps, entries)
         most_moved = min(ring_start, max(0, num_before - ring_start))
 
     # The row has the pages of the larger size until its entries are in their places: should anything fail
     # before, ``reset_rows`` finds all of them.
     if capacity >= num_before:
         state.set_hot_pages(row, capacity, hot_pages)
-    slots = state.entry_slots(row)  # a smaller hot buffer has the first of them
+        slots = state.entry_slots(row)  # a smaller hot buffer has the first of those that it had
     if most_moved:
         _move_items(k_dev, layers_of_group, *_moves(targets, entries, most_moved, slots))
     _enter(state, lookup_slots, stamps, targets, slots)
