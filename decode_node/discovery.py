@@ -8,6 +8,7 @@ which this node has registered since.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from hisparse_pd.base.access import PeerList
 from hisparse_pd.decode_node.peer_address import PeerAddress
 from hisparse_pd.protocol.bootstrap import BootstrapInfo, BootstrapLookupError, look_up
 from hisparse_pd.protocol.channels import ControlKeys
+
+log = logging.getLogger(__name__)
 
 LOOKUP_RETRY_SECS = 0.5
 """Time between two look-ups of one endpoint."""
@@ -92,4 +95,7 @@ class LookUps:
             info: BootstrapInfo | BootstrapLookupError = future.result()
         except BootstrapLookupError as error:
             info = error
+        except Exception as error:  # it ends this look-up, and not the engine, whose thread this is
+            log.exception("the look-up of prefill node %s failed", self._address)
+            info = BootstrapLookupError(f"prefill node {self._address}: {type(error).__name__}: {error}")
         return LookUpResult(self._instance_id, info)

@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import msgspec
@@ -298,8 +298,7 @@ def _get(address: str, port: int, headers: dict[str, str], url: str, deadline: f
         try:
             connection.request("GET", BOOTSTRAP_PATH, headers=headers)
             with connection.getresponse() as answer:
-                # After the read, ``length`` is the number of bytes that have not come.
-                body, num_missing = answer.read(MAX_INFO_BYTES + 1), answer.length
+                body, num_missing = _read_body(answer)
         except (OSError, HTTPException) as error:
             if time.monotonic() >= deadline:
                 raise late from error
@@ -313,6 +312,19 @@ def _get(address: str, port: int, headers: dict[str, str], url: str, deadline: f
         if num_missing:
             raise BootstrapLookupError(f"{url}: the answer ended {num_missing} bytes before its end")
         return _Answer(answer.status, answer.headers.get(CODE_HEADER, ""), body)
+
+
+def _read_body(answer: HTTPResponse) -> tuple[bytes, int]:
+    """Return the answer's body, with a body of more than MAX_INFO_BYTES cut somewhere behind these, and how
+    many bytes of the declared length have not come. Raises OSError and HTTPException."""
+    declared = answer.length
+    most = MAX_INFO_BYTES + 1 if declared is None else min(declared, MAX_INFO_BYTES + 1)
+    body = bytearray()
+    # ``read`` takes a negative length of a chunk for all that ever comes, or raises ValueError. ``read1``
+    # returns no more than is buffered, whatever a chunk says.
+    while len(body) < most and (part := answer.read1(most - len(body))):
+        body += part
+    return bytes(body), 0 if declared is None else declared - len(body)
 
 
 def _shut_down(sock: socket.socket) -> None:

@@ -155,6 +155,28 @@ def test_a_control_address_that_zmq_refuses_ends_no_loop(
         poll_until(peers, {prefill.address}, lambda events: ready in events, prefill.answer)
 
 
+@pytest.mark.I7
+def test_a_look_up_that_fails_in_a_way_of_its_own_ends_no_loop(
+    prefill: PrefillNode, keys: ControlKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> BootstrapInfo:
+        raise RuntimeError("can't start new thread")
+
+    with closing(make_peers(keys)) as peers:
+        now = time.monotonic()
+        peers.use(prefill.address, now)
+        with monkeypatch.context() as patch:
+            patch.setattr(discovery, "look_up", fails)
+            wait_until(
+                lambda: (
+                    not peers.poll(now, {prefill.address})
+                    and "can't start new thread" in peers.last_error(prefill.address)
+                )
+            )
+        ready = PeerReady(prefill.address, "first-0")
+        poll_until(peers, {prefill.address}, lambda events: ready in events, prefill.answer)
+
+
 @pytest.mark.I8
 def test_an_address_at_which_nobody_was_found_is_forgotten_with_its_last_request(
     monkeypatch: pytest.MonkeyPatch,

@@ -197,6 +197,37 @@ def http(body: bytes, status: bytes = b"200 OK", **headers: str) -> bytes:
     return b"\r\n".join([*lines, b"", body])
 
 
+def _chunks(body: bytes) -> bytes:
+    return b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + body
+
+
+def test_an_answer_may_come_in_chunks() -> None:
+    body = msgspec.json.encode(INFO)
+    pieces = (body[:7], body[7:])
+    chunks = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
+    with answering((_chunks(chunks + b"0\r\n\r\n"),), hangs=True) as port:
+        assert look_up("127.0.0.1", port).instance_id == "inst"
+
+
+@pytest.mark.I8
+@pytest.mark.parametrize(
+    "begin", [_chunks(b"-1\r\n"), _chunks(b"fffffffffff\r\n"), b"HTTP/1.1 200 OK\r\n\r\n"]
+)
+def test_no_more_is_read_of_an_endless_answer_than_the_information_may_have(begin: bytes) -> None:
+    num_sent = 0
+
+    def floods() -> Iterator[bytes]:
+        nonlocal num_sent
+        yield begin
+        while True:
+            num_sent += 1
+            yield b"x" * (1 << 16)
+
+    with answering(floods()) as port, pytest.raises(BootstrapLookupError, match="more than 65536 bytes"):
+        look_up("127.0.0.1", port)
+    assert num_sent < 1000, "the others wait in the sockets' buffers"
+
+
 def test_a_forged_or_recorded_answer_is_not_believed() -> None:
     keys = ControlKeys.generate()
     body = msgspec.json.encode(INFO)
@@ -228,6 +259,10 @@ def test_a_forged_or_recorded_answer_is_not_believed() -> None:
         (http(b"", b"302 Found", location="http://127.0.0.1:1/"), "status 302"),
         (b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * (MAX_INFO_BYTES + 1), "more than 65536 bytes"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{", "ended 8 bytes before its end"),
+        (_chunks(b"-2\r\n{}"), "no bootstrap information|IncompleteRead"),
+        (_chunks(b"1\r\n{\r\n0\r\n\r\n"), "no bootstrap information"),
+        (_chunks(b"9\r\n{"), "IncompleteRead"),
+        (_chunks(b"x\r\n{"), "IncompleteRead"),
         (b"\x00\xff nothing of the kind\r\n\r\n", "BadStatusLine"),
         (b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 200, "more than 100 headers"),
         (b"", "RemoteDisconnected"),
