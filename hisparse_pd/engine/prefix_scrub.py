@@ -5,19 +5,23 @@ A prefix's KV may be damaged while no request reads it. Scrubbing finds that bef
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from hisparse_pd.base.log_limit import LogLimiter
 from hisparse_pd.core.paging.extents import extents_to_slots, slice_extents
 from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.core.paging.prefix import Prefix
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.engine.set_aside import SetAside
-from hisparse_pd.kernels.row_check import wrong_items
+from hisparse_pd.kernels.row_check import WrongItem, wrong_items
 from hisparse_pd.protocol.messages import Extent
+
+log = logging.getLogger(__name__)
 
 STRETCH_BYTES: Final = 1 << 20
 """Bytes of KV that are verified in one turn."""
@@ -57,11 +61,14 @@ class PrefixScrub:
         self._row_checks = row_checks
         self._stored_checks = stored_checks
         self._stretches: Iterator[Stretch] = iter(())
+        self._logged = LogLimiter()
 
     def verify_next(self) -> None:
         """Verify the next stretch; when none is left, list all stretches anew and verify none this time.
 
-        Engines call it in idle turns. Waits for the device.
+        Engines call it in idle turns. Waits for the device. A stretch that cannot be verified, as without
+        memory for it, has its next turn with all others: requests are verified when they read it. Raises
+        torch.AcceleratorError when the device is lost.
         """
         if not self._row_checks:
             return
@@ -69,12 +76,25 @@ class PrefixScrub:
         if stretch is None:
             self._stretches = self._all_stretches()
             return
+        try:
+            found = self._wrong_in(stretch)
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:
+            if self._logged.permits():
+                log.error("rows of a prefix are not verified now: %s: %s", type(error).__name__, error)
+            return
+        for item in found:
+            self._set_aside.record_wrong_row("scrub", stretch.prefix.kinds[0], item)
+
+    def _wrong_in(self, stretch: Stretch) -> list[WrongItem]:
+        """Return the wrong rows of a stretch; none if its prefix was given up or cut since it was listed."""
         prefix, start, stop = stretch
         begin, end = prefix.start_page * self._page_size, prefix.end_page * self._page_size
         if prefix not in self._prefixes or prefix.is_dropped or start < begin or stop > end:
-            return  # the prefix was given up or cut since the stretches were listed
+            return []
         if prefix.is_arriving:
-            return  # its checks are on their way
+            return []  # its checks are on their way
         kv_kind, check_kind = prefix.kinds[0], prefix.kinds[-1]
         kv, row_checks = self._kv[kv_kind], self._row_checks[check_kind]
         device = row_checks.device
@@ -85,8 +105,7 @@ class PrefixScrub:
         else:
             check_slots = _slots(prefix.holding[check_kind], start - begin, stop - begin)
         positions = torch.arange(start, stop, device=device)
-        for item in wrong_items(kv, slots.to(device), row_checks, check_slots.to(device), positions):
-            self._set_aside.record_wrong_row("scrub", kv_kind, item)
+        return wrong_items(kv, slots.to(device), row_checks, check_slots.to(device), positions)
 
     def _all_stretches(self) -> Iterator[Stretch]:
         """Yield the stretches of all prefixes that there are now."""

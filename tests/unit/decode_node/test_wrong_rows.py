@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from hisparse_pd.base.vocabulary import KV_ROW_CORRUPT, HisparseFlag
 from hisparse_pd.core.paging.extents import extents_to_slots
@@ -21,12 +22,14 @@ from hisparse_pd.core.paging.prefix import Prefix
 from hisparse_pd.decode_node import scrub
 from hisparse_pd.engine import prefix_scrub
 from hisparse_pd.engine.messages import ReleasePage, RequestFailed
+from hisparse_pd.kernels.row_check import WrongItem, wrong_items
 from hisparse_pd.protocol.messages import RoomDone
 from tests.unit.decode_node.support import (
     Answer,
     Checkpoint,
     EngineHarness,
     Prompt,
+    raising,
     random_prompt,
 )
 
@@ -231,6 +234,40 @@ def test_a_held_prefix_with_a_wrong_row_is_dropped(node: EngineHarness, flag: Hi
     assert node.ask(prompt, 1, flag).stats.num_held_tokens == 48, "held anew, elsewhere"
     owned = [extent for prefix in node.engine.requests.held for extent in prefix.extents(kind)]
     assert not any(extent.start <= slot < extent.start + extent.length for extent in owned)
+
+
+@pytest.mark.I7
+def test_a_stretch_that_cannot_be_verified_ends_no_engine(node: EngineHarness) -> None:
+    """It is verified when its turn comes again."""
+    prompt = random_prompt(8, 90)
+    node.ask(prompt, 2, HISPARSE)
+    (prefix,) = node.engine.requests.held
+    kind, _ = prefix.kinds
+    slot = prefix.extents(kind)[0].start + 70
+    corruption = Corruption(node, "scrub")
+    num_calls = 0
+
+    def out_of_memory(*args: Any) -> list[WrongItem]:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 1:
+            flip(node, kind, 1, slot)
+            raise torch.OutOfMemoryError("4 MiB wanted")
+        return wrong_items(*args)
+
+    with patch.object(prefix_scrub, "wrong_items", out_of_memory):
+        node.turn_until(lambda: not node.engine.requests.held)
+    corruption.was_found(None, kind, 1, 70, slot)
+
+
+def test_a_device_that_is_lost_while_idle_ends_the_engine(node: EngineHarness) -> None:
+    node.ask(random_prompt(8, 90), 2, HISPARSE)
+    lost = raising(torch.AcceleratorError("CUDA error: an illegal memory access was encountered"))
+    with (
+        patch.object(prefix_scrub, "wrong_items", lost),
+        pytest.raises(torch.AcceleratorError, match="illegal memory access"),
+    ):
+        node.turn_until(lambda: not node.engine.requests.held)
 
 
 @pytest.mark.I9
