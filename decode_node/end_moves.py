@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
+
+from hisparse_pd.base.log_limit import LogLimiter
 from hisparse_pd.base.vocabulary import KV_ROW_CORRUPT, FinishReason, TokenLogprob
 from hisparse_pd.core.grammar.matcher import GrammarError
 from hisparse_pd.core.model.sampling import finish_reason
@@ -42,6 +45,7 @@ class EndMoves:
     """Sends a message to the front."""
     stream_interval: int = 1
     """Tokens in a message to the front; a request's first and last tokens are sent at once."""
+    _logged: LogLimiter = field(default_factory=LogLimiter)
 
     # --- tokens -----------------------------------------------------------------------------------
 
@@ -174,14 +178,26 @@ class EndMoves:
 
     def release_ended(self, now: float, *, waits: bool = False) -> None:
         """Release what ENDING requests own, unless a step in flight or the filling of a row uses any of it
-        (I1). ``waits``: wait for the filling to end; a step is never waited for."""
+        (I1). ``waits``: wait for the filling to end; a step is never waited for.
+
+        If their rows cannot be emptied, as without memory for that, all stay ENDING until the next call.
+        Raises torch.AcceleratorError when the device is lost.
+        """
         unused = [
             request
             for request in self.requests.select(RequestState.ENDING)
             if not request.num_in_flight and (waits or self.tables.is_ready(request))
         ]
-        if unused:
+        if not unused:
+            return
+        try:
             self.tables.release(*unused)
+        except torch.AcceleratorError:
+            raise
+        except Exception:
+            if self._logged.permits():  # the next turn comes at once, and tries again
+                log.exception("the rows of %d ended requests cannot be emptied now", len(unused))
+            return
         for request in unused:
             self.requests.release(request, now)
 

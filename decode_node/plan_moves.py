@@ -205,7 +205,8 @@ class PlanMoves:
             return False
         first_kept = self.limits.first_kept(request, exchange.hot_capacity)
         if first_kept is None:
-            self.tables.release(request)
+            if not self._do_or_fail(self.tables.release, "retracted", now, request):
+                return False
             self.requests.replace_device_slots(exchange)
             self._fill_row(request, now)
             return True

@@ -17,6 +17,7 @@ import hisparse_pd.decode_node.engine
 import hisparse_pd.engine.loop
 from hisparse_pd.base.vocabulary import FinishReason, HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import SlotCounts
+from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.step_plan import Exchange, Fill, Growth, StepPlan
 from hisparse_pd.engine.messages import Abort
@@ -104,6 +105,62 @@ def test_a_lost_device_ends_the_engine(node: EngineHarness, monkeypatch: pytest.
         with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
             node.turn_until(lambda: answer.is_over)
     node.tokens_of(answer)  # here the device was not really lost
+
+
+@pytest.mark.I2
+@pytest.mark.I7
+def test_rows_that_cannot_be_emptied_are_emptied_later(
+    node: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step fails without memory, and the rows of its batch cannot be emptied for the same reason."""
+    release, num_calls = node.engine.tables.release, 0
+
+    def out_of_memory(*requests: Request) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls <= 2:
+            raise torch.OutOfMemoryError("36 MiB wanted")
+        release(*requests)
+
+    answers = [node.generate(PROMPT[:length], 8, HisparseFlag.TRUE) for length in (100, 150)]
+    node.begin_together(answers)
+    with monkeypatch.context() as patch:
+        patch.setattr(node.engine.tables, "release", out_of_memory)
+        with monkeypatch.context() as forward:
+            error = torch.OutOfMemoryError("4 GiB wanted")
+            forward.setattr(node.double.checkpoint.model, "forward", raising(error))
+            for answer in answers:
+                node.failure_of(answer, status=500, error="4 GiB wanted")
+        check_serves(node)
+        node.turn_until(lambda: not node.engine.requests)
+    assert num_calls > 2
+
+
+@pytest.mark.I7
+def test_a_row_that_cannot_be_emptied_for_a_retraction_ends_its_request_only(
+    node: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    doomed = node.generate(PROMPT, NUM_NEW, HisparseFlag.FALSE)
+    spared = node.generate(PROMPT[:100], NUM_NEW, HisparseFlag.TRUE)
+    node.begin_together([doomed, spared])
+    request = next(each for each in node.engine.requests.all() if each.num_prompt_tokens == 300)
+    release, num_calls = node.engine.tables.release, 0
+
+    def out_of_memory(*requests: Request) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 1:
+            raise torch.OutOfMemoryError("36 MiB wanted")
+        release(*requests)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Limits, "first_kept", lambda *_: None)
+        patch.setattr(node.engine.tables, "release", out_of_memory)
+        node.engine.plan_moves.carry_out(
+            StepPlan(exchanges=(Exchange(request, 100, SlotCounts(host=340)),)), 0.0
+        )
+    node.engine.requests.check_integrity()
+    check_one_fails(node, doomed, spared, "cannot be retracted: 36 MiB wanted")
 
 
 def test_a_device_that_is_lost_before_a_step_ends_the_engine(
