@@ -44,7 +44,13 @@ from hisparse_pd.decode_node.peer_events import (
 )
 from hisparse_pd.engine.messages import PeerLane
 from hisparse_pd.protocol.bootstrap import BootstrapInfo, BootstrapLookupError
-from hisparse_pd.protocol.channels import ControlAddressError, ControlClient, ControlKeys, Heartbeats
+from hisparse_pd.protocol.channels import (
+    ControlAddressError,
+    ControlClient,
+    ControlKeys,
+    Heartbeats,
+    NoSocketError,
+)
 from hisparse_pd.protocol.messages import (
     PROTOCOL_VERSION,
     Geometry,
@@ -342,6 +348,9 @@ class PrefillPeers:
             peer.client = ControlClient(endpoint, self.keys, self.heartbeats)
         except ControlAddressError as error:
             self._reject(peer, f"prefill node {peer.address}: {error}")
+            return
+        except NoSocketError as error:  # there may be one at the next look-up
+            self._give_up(peer, f"prefill node {peer.address}: {error}")
             return
         self.poller.register(peer.client)
         peer.found_instance_id = info.instance_id

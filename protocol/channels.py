@@ -53,6 +53,13 @@ class ControlAddressError(ValueError):
     """ZMQ cannot connect to this address."""
 
 
+class NoSocketError(Exception):
+    """ZMQ, or this process, has no socket left for another connection."""
+
+    def __init__(self, error: zmq.ZMQError) -> None:
+        super().__init__(f"no socket is left for another connection: {error}; other ones must end first")
+
+
 @dataclass(frozen=True)
 class ControlKeys:
     """The CURVE key pair that all nodes of a cluster share, in Z85."""
@@ -252,7 +259,8 @@ class ControlServer(_Channel[ToPrefill]):
 class ControlClient(_Channel[ToDecode]):
     """The decode node's control socket to one prefill node (DEALER). ZMQ reconnects by itself.
 
-    ``endpoint``: tcp://ADDRESS:PORT. Raises ControlAddressError for an endpoint that ZMQ does not take.
+    ``endpoint``: tcp://ADDRESS:PORT. Raises ControlAddressError for an endpoint that ZMQ does not take, and
+    NoSocketError.
     """
 
     def __init__(
@@ -262,11 +270,18 @@ class ControlClient(_Channel[ToDecode]):
         host, _, _ = destination.rpartition(":")
         if parse_address(host) is None:
             raise ControlAddressError(f"cannot connect to {endpoint!r}: give an address; a name stalls ZMQ")
-        super().__init__(zmq.Context.instance(), zmq.DEALER, messages.to_decode_decoder, heartbeats)
+        try:
+            super().__init__(zmq.Context.instance(), zmq.DEALER, messages.to_decode_decoder, heartbeats)
+        except zmq.ZMQError as error:
+            raise NoSocketError(error) from error
         self.socket.setsockopt(zmq.IPV6, "[" in endpoint)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         prove_key(self.socket, keys)
-        self._losses: zmq.Socket[bytes] = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        try:
+            self._losses: zmq.Socket[bytes] = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        except zmq.ZMQError as error:
+            self.socket.close()
+            raise NoSocketError(error) from error
         try:
             self.socket.connect(endpoint)
         except zmq.ZMQError as error:

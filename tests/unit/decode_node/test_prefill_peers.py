@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import zmq
 
 from hisparse_pd.base.access import PeerList
 from hisparse_pd.decode_node import discovery, prefill_peers
@@ -155,7 +156,26 @@ def test_a_control_address_that_zmq_refuses_ends_no_loop(
         poll_until(peers, {prefill.address}, lambda events: ready in events, prefill.answer)
 
 
-@pytest.mark.I7
+@pytest.mark.parametrize("num_sockets", [1, 2])
+def test_a_connection_for_which_no_socket_is_left_ends_no_loop(
+    prefill: PrefillNode, keys: ControlKeys, monkeypatch: pytest.MonkeyPatch, num_sockets: int
+) -> None:
+    """It takes three with that which reports its losses. The peer is found once there are some again."""
+    with closing(make_peers(keys)) as peers, zmq.Context() as context:
+        context.set(zmq.MAX_SOCKETS, num_sockets)
+        with monkeypatch.context() as patch:
+            patch.setattr(zmq.Context, "instance", lambda: context)
+            peers.use(prefill.address, time.monotonic())
+            wait_until(
+                lambda: (
+                    not peers.poll(time.monotonic(), {prefill.address})
+                    and "no socket is left" in peers.last_error(prefill.address)
+                )
+            )
+        ready = PeerReady(prefill.address, "first-0")
+        poll_until(peers, {prefill.address}, lambda events: ready in events, prefill.answer)
+
+
 def test_a_look_up_that_fails_in_a_way_of_its_own_ends_no_loop(
     prefill: PrefillNode, keys: ControlKeys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
