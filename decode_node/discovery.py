@@ -73,10 +73,11 @@ class LookUps:
         self._next_at = 0.0
         """The earliest time of the next look-up."""
 
-    @property
-    def is_under_way(self) -> bool:
-        """Whether a look-up was begun whose result has not been taken."""
-        return self._future is not None
+    def give_up(self) -> bool:
+        """Drop a look-up that no thread has begun. Returns whether none is under way then."""
+        if self._future is not None and self._future.cancel():
+            self._future = None
+        return self._future is None
 
     def ask(self, now: float, instance_id: str) -> None:
         """Begin a look-up, unless one is under way or the last result was taken just now. ``instance_id``:

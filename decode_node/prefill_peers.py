@@ -397,7 +397,8 @@ class PrefillPeers:
         """Close and forget a peer that nobody has needed for a while: soon if it was never found."""
         was_found = peer.client is not None or peer.instance_id != ""
         keep_secs = IDLE_CLOSE_SECS if was_found else LOOKUP_RETRY_SECS
-        if not is_wanted and now - peer.last_used_at >= keep_secs and not peer.lookups.is_under_way:
+        # Look-ups that wait for a thread are dropped: slow ones that nobody needs would keep others waiting.
+        if not is_wanted and now - peer.last_used_at >= keep_secs and peer.lookups.give_up():
             if was_found:
                 log.info("closing the connection to prefill node %s: not used lately", peer.address)
             self._disconnect(peer)

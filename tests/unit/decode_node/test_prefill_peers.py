@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -16,11 +17,11 @@ from hisparse_pd.decode_node import discovery, prefill_peers
 from hisparse_pd.decode_node.peer_address import PeerAddress
 from hisparse_pd.decode_node.peer_events import InstanceGone, PeerLost, PeerReady, PeerRefused, RanksChanged
 from hisparse_pd.decode_node.prefill_peers import PrefillPeers
-from hisparse_pd.protocol.bootstrap import BootstrapInfo, BootstrapLookupError
+from hisparse_pd.protocol.bootstrap import BootstrapInfo, BootstrapLookupError, look_up
 from hisparse_pd.protocol.channels import ControlAddressError, ControlKeys
 from tests.unit.decode_node.peers_support import PrefillNode, make_peers, poll_until
 from tests.unit.protocol.examples import GEOMETRY
-from tests.waiting import NEVER_SECS, wait_until
+from tests.waiting import NEVER_SECS, WAIT_SECS, wait_until
 
 pytestmark = pytest.mark.I7
 
@@ -213,6 +214,37 @@ def test_an_address_at_which_nobody_was_found_is_forgotten_with_its_last_request
         peers.poll(now + 1.0, {address})
         assert peers.last_error(address) == "no route", "somebody waits"
         wait_until(lambda: not peers.poll(now + 1.0, ()) and peers.last_error(address) == "no answer yet")
+
+
+@pytest.mark.I8
+def test_look_ups_that_nobody_needs_any_more_keep_no_thread_from_others(
+    prefill: PrefillNode, keys: ControlKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that drops packets takes a thread for seconds. Of those that are not begun when their requests
+    have ended, none is asked."""
+    is_over, asked = threading.Event(), list[str]()
+
+    def slow(host: str, *given: Any) -> BootstrapInfo:
+        asked.append(host)
+        if host == prefill.address.host:
+            return look_up(host, *given)
+        assert is_over.wait(WAIT_SECS)
+        raise BootstrapLookupError("no answer")
+
+    monkeypatch.setattr(discovery, "look_up", slow)
+    monkeypatch.setattr(discovery, "_MAX_THREADS", 1)
+    with closing(make_peers(keys)) as peers:
+        nowhere = [PeerAddress(f"nowhere-{number}", 1) for number in range(8)]
+        now = time.monotonic()
+        for address in (*nowhere, prefill.address):
+            peers.use(address, now)
+            peers.poll(now, {address})
+        wait_until(lambda: asked == ["nowhere-0"])
+        peers.poll(now + discovery.LOOKUP_RETRY_SECS, {prefill.address})
+        is_over.set()
+        ready = PeerReady(prefill.address, "first-0")
+        poll_until(peers, {prefill.address}, lambda events: ready in events, prefill.answer)
+        assert asked[:2] == ["nowhere-0", prefill.address.host]
 
 
 # --- nodes of several ranks ---------------------------------------------------------------------------
