@@ -45,7 +45,12 @@ def resolve(host: str, deadline: float) -> list[str]:
         raise late
     # The thread releases the semaphore, not this caller, who may be gone by then.
     answers: queue.SimpleQueue[list[str] | Exception] = queue.SimpleQueue()
-    threading.Thread(target=_ask, args=(host, answers), name=f"resolve {host}", daemon=True).start()
+    thread = threading.Thread(target=_ask, args=(host, answers), name=f"resolve {host}", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:  # this process, or its container, has as many threads as it may
+        _free_threads.release()
+        raise OSError(f"no thread resolves it: {error}") from error
     try:
         answer = answers.get(timeout=max(0.0, deadline - time.monotonic()))
     except queue.Empty:

@@ -317,6 +317,20 @@ def test_a_name_that_took_all_of_the_time_leaves_none_to_ask_its_addresses(
     assert not caught.value.nobody_listens
 
 
+def test_threads_that_cannot_be_started_keep_no_later_name_from_being_resolved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuses(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuses)
+        for _ in range(names._MAX_THREADS + 1):
+            with pytest.raises(OSError, match="can't start new thread"):
+                names.resolve("localhost", time.monotonic() + WAIT_SECS)
+    assert names.resolve("localhost", time.monotonic() + WAIT_SECS)
+
+
 @pytest.mark.I8
 def test_a_name_server_that_does_not_answer_takes_no_more_than_the_time(
     monkeypatch: pytest.MonkeyPatch,
