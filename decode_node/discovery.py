@@ -51,7 +51,11 @@ class Discovery:
 
     def ask(self, address: PeerAddress) -> Future[BootstrapInfo]:
         """Begin a look-up. Its future raises BootstrapLookupError."""
-        future = self._threads.submit(look_up, *address.node, self._keys, self._allowed)
+        try:
+            future = self._threads.submit(look_up, *address.node, self._keys, self._allowed)
+        except RuntimeError as error:  # this process, or its container, has as many threads as it may
+            future = Future()
+            future.set_exception(BootstrapLookupError(f"no thread looks {address} up: {error}"))
         future.add_done_callback(lambda _: self._on_answer())
         return future
 

@@ -198,6 +198,26 @@ def test_a_look_up_that_fails_in_a_way_of_its_own_ends_no_loop(
         poll_until(peers, {prefill.address}, lambda events: ready in events, prefill.answer)
 
 
+def test_a_look_up_for_which_no_thread_starts_ends_no_loop(
+    prefill: PrefillNode, keys: ControlKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with closing(make_peers(keys)) as peers:
+        peers.use(prefill.address, time.monotonic())
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuses)
+            wait_until(
+                lambda: (
+                    not peers.poll(time.monotonic(), {prefill.address})
+                    and "can't start new thread" in peers.last_error(prefill.address)
+                )
+            )
+        ready = PeerReady(prefill.address, "first-0")
+        poll_until(peers, {prefill.address}, lambda events: ready in events, prefill.answer)
+
+
 @pytest.mark.I8
 def test_an_address_at_which_nobody_was_found_is_forgotten_with_its_last_request(
     monkeypatch: pytest.MonkeyPatch,
