@@ -751,7 +751,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
 
 SOME_HISTORIES = settings(
     derandomize=True,
-    max_examples=num_examples(20, 200),
+    max_examples=num_examples(14, 200),
     suppress_health_check=[HealthCheck.too_slow],
 )
 """How many histories of one kind are tried."""
@@ -910,7 +910,7 @@ def test_no_move_of_a_plan_takes_slots_that_a_later_one_gives_back(
 TestDecodeNode = DecodeNodeMachine.TestCase
 TestDecodeNode.settings = settings(
     derandomize=True,
-    max_examples=num_examples(10, 80),
+    max_examples=num_examples(7, 80),
     stateful_step_count=40,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

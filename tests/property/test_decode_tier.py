@@ -477,7 +477,7 @@ class Reads(RuleBasedStateMachine):
 
 
 Reads.TestCase.settings = settings(
-    derandomize=True, max_examples=num_examples(35, 400), stateful_step_count=50
+    derandomize=True, max_examples=num_examples(24, 400), stateful_step_count=50
 )
 TestReads = Reads.TestCase
 
@@ -608,7 +608,7 @@ class Copies(Reads):
 
 
 Copies.TestCase.settings = settings(
-    derandomize=True, max_examples=num_examples(35, 400), stateful_step_count=50
+    derandomize=True, max_examples=num_examples(24, 400), stateful_step_count=50
 )
 TestCopies = Copies.TestCase
 

@@ -368,7 +368,7 @@ class Tier(RuleBasedStateMachine):
 
 
 Tier.TestCase.settings = settings(
-    derandomize=True, max_examples=num_examples(40, 300), stateful_step_count=40
+    derandomize=True, max_examples=num_examples(27, 300), stateful_step_count=40
 )
 TestHostTier = Tier.TestCase
 
@@ -567,7 +567,7 @@ class TierOnStore(Tier):
 
 
 TierOnStore.TestCase.settings = settings(
-    derandomize=True, max_examples=num_examples(35, 400), stateful_step_count=40
+    derandomize=True, max_examples=num_examples(24, 400), stateful_step_count=40
 )
 TestStoreTier = TierOnStore.TestCase
 

@@ -93,7 +93,7 @@ class Streams(RuleBasedStateMachine):
 
 
 TestStreams = Streams.TestCase
-TestStreams.settings = settings(max_examples=num_examples(30, 100))
+TestStreams.settings = settings(max_examples=num_examples(20, 100))
 
 
 def test_a_stream_for_which_there_is_no_room_is_shown_all_the_same() -> None:

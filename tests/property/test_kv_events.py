@@ -116,7 +116,7 @@ class History:
 
 @pytest.mark.I2
 @given(seed=st.integers(0, 1 << 32))
-@settings(derandomize=True, max_examples=num_examples(60, 600))
+@settings(derandomize=True, max_examples=num_examples(40, 600))
 def test_a_subscriber_knows_what_there_is(seed: int) -> None:
     History(random.Random(seed)).play(80)
 

@@ -68,7 +68,7 @@ def running_rooms(draw: st.DrawFn) -> list[Running]:
     return rooms
 
 
-@settings(derandomize=True, max_examples=num_examples(80, 300))
+@settings(derandomize=True, max_examples=num_examples(54, 300))
 @given(limits_strategy, running_rooms(), waiting_rooms(), st.integers(0, 30), st.integers(0, 8))
 def test_a_plan_keeps_every_bound_and_the_order(
     limits: StepLimits, running: list[Running], waiting: list[Waiting], num_pages: int, num_aux_slots: int

@@ -421,6 +421,6 @@ class PrefixTreeMachine(RuleBasedStateMachine):
 
 
 PrefixTreeMachine.TestCase.settings = settings(
-    derandomize=True, max_examples=num_examples(20, 120), stateful_step_count=30
+    derandomize=True, max_examples=num_examples(14, 120), stateful_step_count=30
 )
 TestPrefixTreeMachine = PrefixTreeMachine.TestCase

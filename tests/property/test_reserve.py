@@ -51,7 +51,7 @@ def rest_of(available: Slots, taken: Slots) -> Slots | None:
 
 
 @given(pools, st.lists(claims, max_size=4), st.lists(claims, max_size=2), st.lists(slots, max_size=4))
-@settings(derandomize=True, max_examples=num_examples(60, 400))
+@settings(derandomize=True, max_examples=num_examples(40, 400))
 def test_what_may_be_given_away_leaves_everybody_a_way_to_end(
     free: Slots, running: list[Claim], landing: list[Claim], asked: list[Slots]
 ) -> None:
@@ -72,7 +72,7 @@ def test_what_may_be_given_away_leaves_everybody_a_way_to_end(
 
 
 @given(pools, st.lists(claims, max_size=3), st.lists(claims, max_size=4))
-@settings(derandomize=True, max_examples=num_examples(80, 800))
+@settings(derandomize=True, max_examples=num_examples(54, 800))
 def test_whoever_is_admitted_can_end_as_well(free: Slots, running: list[Claim], asked: list[Claim]) -> None:
     found = ordered(free, running)
     if not found.is_safe:

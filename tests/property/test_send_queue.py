@@ -268,7 +268,7 @@ class SendQueueMachine(RuleBasedStateMachine):
 
 
 SendQueueMachine.TestCase.settings = settings(
-    derandomize=True, max_examples=num_examples(20, 100), stateful_step_count=60
+    derandomize=True, max_examples=num_examples(14, 100), stateful_step_count=60
 )
 TestSendQueue = SendQueueMachine.TestCase
 
