@@ -40,9 +40,9 @@ def own_pools(spec: ModelSpec, num_tokens: int, page_size: int = 16) -> Pools:
     return Pools(access, *(pool[:, :num_tokens] for pool in (kv, index, row_checks)))
 
 
-def prefilled(spec: ModelSpec, model: DsaModel, prompt: Sequence[int], page_size: int = 16) -> Pools:
+def prefilled(spec: ModelSpec, model: DsaModel, prompt: Sequence[int]) -> Pools:
     """Compute all tokens of a prompt but the last, also by the draft layer if there is one."""
-    pools = own_pools(spec, len(prompt) - 1, page_size)
+    pools = own_pools(spec, len(prompt) - 1)
     access, ids = pools.access, torch.tensor(prompt)
     _, hidden = model.forward_with_hidden(ids[:-1], access.positions, access, access.last_rows)
     if spec.num_draft_layers:

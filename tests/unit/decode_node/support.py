@@ -110,14 +110,14 @@ def _prefill_model(path: Path, num_draft_layers: int) -> DsaModel:
 
 
 @lru_cache(maxsize=256)
-def _prefill(path: Path, num_draft_layers: int, prompt: Prompt, page_size: int) -> Pools:
+def _prefill(path: Path, num_draft_layers: int, prompt: Prompt) -> Pools:
     spec = load_checkpoint(path, num_draft_layers).spec
-    return prefilled(spec, _prefill_model(path, num_draft_layers), prompt, page_size)
+    return prefilled(spec, _prefill_model(path, num_draft_layers), prompt)
 
 
-def computed(checkpoint: Checkpoint, prompt: Prompt, page_size: int) -> Pools:
-    """Return what a prefill node has of ``prompt``."""
-    return _prefill(checkpoint.path, checkpoint.spec.num_draft_layers, prompt, page_size)
+def computed(checkpoint: Checkpoint, prompt: Prompt) -> Pools:
+    """Return what a prefill node has of ``prompt``, whatever its page size."""
+    return _prefill(checkpoint.path, checkpoint.spec.num_draft_layers, prompt)
 
 
 class PrefillDouble(PrefillNode):
@@ -172,7 +172,7 @@ class PrefillDouble(PrefillNode):
         regions = {region.kind: region for region in register.regions}
         spec = self.checkpoint.spec
         prompt = tuple(unpack_token_ids(bootstrap.prompt).tolist())
-        ready = computed(self.checkpoint, prompt, self.page_size)
+        ready = computed(self.checkpoint, prompt)
         kv_region = regions[RegionKind.KV_HOST if bootstrap.hisparse else RegionKind.KV_DEVICE]
         first = bootstrap.num_held_tokens
         parts = [

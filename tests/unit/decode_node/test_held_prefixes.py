@@ -235,7 +235,7 @@ def test_what_decoding_leaves_is_bit_for_bit_what_prefill_computes(
     assert match is not None
     assert match.num_pages * 16 == num_held
     prefix = match.prefix
-    alone = computed(checkpoint, (*prompt, *answer.token_ids)[: num_held + 1], 16)
+    alone = computed(checkpoint, (*prompt, *answer.token_ids)[: num_held + 1])
     kind, _ = prefix.kinds
     kv = memory.k_dev if mode is Mode.DENSE else memory.k_host
     assert kv[:, slots_tensor(prefix.extents(kind))].equal(alone.kv[:, :num_held])
@@ -285,7 +285,7 @@ def test_a_dense_request_that_leaves_shared_pages_needs_them_no_more(
     found = engine.requests.held.find(keys, KV_POOLS[Mode.HISPARSE])
     assert found is not None
     assert found.num_pages * 16 == num_held
-    alone = computed(checkpoint, (*prompt, *again.token_ids)[: num_held + 1], 16)
+    alone = computed(checkpoint, (*prompt, *again.token_ids)[: num_held + 1])
     assert memory.k_host[:, slots_tensor(found.prefix.extents(PoolKind.HOST))].equal(alone.kv[:, :num_held])
     index_slots = slots_tensor(found.prefix.extents(PoolKind.INDEX))
     assert memory.index[:, index_slots].equal(alone.index[:, :num_held])

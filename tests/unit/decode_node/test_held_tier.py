@@ -396,7 +396,7 @@ def test_what_comes_back_is_bit_for_bit_what_prefill_computes(
     assert found.prefix.is_down
     memory.index.random_()
     node.ask(prompt, 2, HisparseFlag.TRUE)
-    alone = computed(checkpoint, prompt, PAGE)
+    alone = computed(checkpoint, prompt)
     slots = slots_tensor(found.prefix.extents(PoolKind.INDEX))
     assert memory.row_checks is not None
     assert len(slots) == 80

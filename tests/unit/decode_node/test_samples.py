@@ -78,7 +78,7 @@ def test_one_room_serves_all_samples_bit_for_bit(
     node.double.bootstraps.clear()
     answers = node.generate_samples(PROMPT, NUM_NEW, 4, flag)
     requests = landed(node, answers)
-    prefill = computed(checkpoint, PROMPT, PAGE)
+    prefill = computed(checkpoint, PROMPT)
     wanted = [
         [layer.tobytes() for layer in pool.numpy()]
         for pool in (prefill.kv, prefill.index, prefill.row_checks)

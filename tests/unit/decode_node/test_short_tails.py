@@ -153,7 +153,7 @@ def test_the_rows_are_those_of_a_prefill_node(
 ) -> None:
     """So are the draft layer's and the row checks."""
     prompt = PROMPTS[-2]
-    ready = computed(checkpoint, prompt, PAGE)
+    ready = computed(checkpoint, prompt)
     memory = node.engine.tables.memory
     with drafts(node, number):
         answer = node.generate(prompt, NUM_NEW, flag)
