@@ -116,7 +116,7 @@ def test_gathers_and_sums_are_exact_in_any_order_of_sizes(on_host: None, num_ran
 
     def run(rank: int) -> None:
         late = random.Random(rank)
-        for call in range(3 * len(CALLS)):
+        for call in range(2 * len(CALLS)):
             rows, columns, dtype = CALLS[call % len(CALLS)]
             if late.random() < 0.2:
                 time.sleep(late.random() / 200)
