@@ -59,18 +59,19 @@ class PromptSteps:
         wrong, its page is set aside, and the plan is made again without it.
 
         Fetches begin while the scheduler looks at waiting requests, and take pages that the plan may have
-        given away, cached ones among them. Then it is made again; each request is fetched for once.
+        given away, cached ones among them; one that fails has taken them, too. Then it is made again; each
+        request is fetched for once.
         """
         pages = self.life.pages
         while True:
             # Pages that were set aside make the pool smaller: prompts that no longer fit would wait in vain.
             self._verification.fail_prompts_too_long_for_pool(time.monotonic())
-            num_available_pages = pages.num_available_pages
+            before = pages.num_available_pages, pages.prefixes.num_forgotten_pages
             chunks = self._chunks(may_be_arriving=False)
             # A forward that reads what is still arriving waits for it, and others would wait with it.
             if not chunks and pages.copies_up:
                 chunks = self._chunks(may_be_arriving=True)
-            if pages.num_available_pages != num_available_pages:
+            if before != (pages.num_available_pages, pages.prefixes.num_forgotten_pages):
                 continue
             if not chunks and pages.unpin():
                 continue

@@ -83,6 +83,12 @@ class PrefixTree:
         return self._runs.num_pages.get(kinds, 0) * self._pools.page_size
 
     @property
+    def num_forgotten_pages(self) -> int:
+        """Pages since the start that can no longer be found. While it stays the same, so does what was found
+        of a prompt, or more is found."""
+        return self._runs.num_forgotten_pages
+
+    @property
     def unused(self) -> SlotCounts:
         """Slots of prefixes without users: what ``make_room`` can free."""
         page_size = self._pools.page_size

@@ -40,6 +40,8 @@ class RunTree:
         """Runs without users; descendants were touched before their ancestors."""
         self.listener: PageListener | None = None
         """Set before the first page is added; None: nobody is told of pages."""
+        self.num_forgotten_pages = 0
+        """Pages since the start that can no longer be found: evicted ones, and dropped ones."""
 
     def __len__(self) -> int:
         return len(self._runs)
@@ -98,6 +100,7 @@ class RunTree:
         self.listener.stored(run.kinds, before, tuple(run.keys), own_ids)
 
     def _forget_keys(self, run: Prefix, keys: Sequence[PageKey]) -> None:
+        self.num_forgotten_pages += len(keys)
         by_key = self._by_key[run.kinds]
         for key in keys:
             del by_key[key]
