@@ -22,6 +22,7 @@ from typing import NamedTuple, Protocol
 from hisparse_pd.core.model.layer_arrivals import LayerArrivals
 from hisparse_pd.core.paging.extents import extents_to_page_ids, extents_to_pages, slice_extents
 from hisparse_pd.core.paging.pools import Holding, PoolKind, Pools, SlotCounts
+from hisparse_pd.core.paging.prefix import end_of
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.core.paging.prompt_keys import PageKey
 from hisparse_pd.kernels.row_check import PageRows, WrongItem, rows_of_pages
@@ -261,7 +262,9 @@ class PartReads:
         wrong row. Returns whether further parts can follow."""
         page_size, start = self._pools.page_size, read.brought.num_here
         before = self._pins.prefix(room)
-        if start and (before is None or before.is_dropped):  # a page before them was found wrong meanwhile
+        # A page before them may have been found wrong meanwhile. If a copy to the device brought it for the
+        # same request, that has kept the pages before the wrong one, and no more (``copies_up.py``).
+        if end_of(before) < start or (before is not None and before.is_dropped):
             return False
         end = start + self._num_right_pages(read, stop)
         if end > start:

@@ -9,7 +9,7 @@ In a second kind of histories the GPU copies what the decode node holds, and req
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.engine.set_aside import SetAside
 from hisparse_pd.kernels.row_check import PageRows, WrongItem
 from hisparse_pd.prefill_node import decode_tier
-from hisparse_pd.prefill_node.copies_up import CACHE_POOLS, CopiesUp
+from hisparse_pd.prefill_node.copies_up import CACHE_POOLS, CopiesUp, Wanted
 from hisparse_pd.prefill_node.decode_tier import (
     LEAST_WAIT_SECS,
     DecodeTier,
@@ -639,4 +639,58 @@ def test_the_histories_have_reads_that_arrive() -> None:
     assert machine.tier.counts.num_tokens == 4 * PAGE_SIZE
     machine.nothing_is_lost_or_twice()
     machine.pages_hold_what_their_keys_say()
+    machine.teardown()
+
+
+class SlowSource:
+    """Pages that main memory has, in place of a ``HostSource``."""
+
+    is_kept = True
+
+    def __init__(self, machine: Reads, pages: Sequence[bytes]) -> None:
+        self._machine, self._pages = machine, pages
+        self._dst: list[int] = []
+        self.is_over = False
+
+    def copy(self, dst: Sequence[Extent], verify: Callable[[], object]) -> Any:
+        self._dst = extents_to_pages(dst, PAGE_SIZE)
+        verify()
+        return self
+
+    def query(self) -> bool:
+        return self.is_over
+
+    def finish(self) -> None:
+        self._machine.device.update(zip(self._dst, self._pages, strict=True))
+        self.is_over = True
+
+    def note_wrong(self, items: Sequence[WrongItem]) -> None:
+        pass
+
+    def users(self) -> Iterator[Prefix]:
+        return iter(())
+
+    def end(self, num_right: int) -> None:
+        pass
+
+
+def test_what_is_read_behind_a_copy_that_comes_wrong_is_dropped() -> None:
+    """The request keeps the pages before the wrong one, and what its decode node sends begins behind it."""
+    with patch.object(Reads, "_begin_check", lambda *_: torch.ones(1, dtype=torch.int32)):
+        machine = Reads()
+    machine.arrive((0, 0, 0, 0, 0, 1), 6)
+    (request,) = machine.waiting
+    source: Any = SlowSource(machine, [request.keys[0], WRONG])
+    machine.copies_up.begin(source, Wanted(request.room, 6, 4 * PAGE_SIZE, None), request.keys[:2], 0)
+    asked: Any = request
+    assert machine.tier.fetch(asked, 6)
+    source.finish()
+    machine.poll()
+    machine._end_part(request.room)
+    machine.poll()
+    machine.nothing_is_lost_or_twice()
+    machine.pages_hold_what_their_keys_say()
+    machine._begin(request)
+    assert request.prefix is not None
+    assert request.prefix.end_page == 1
     machine.teardown()
