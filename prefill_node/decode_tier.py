@@ -122,6 +122,8 @@ class DecodeTier:
         held, page_size = request.bootstrap.held, self._pools.page_size
         if held is None or self._which == "off":
             return False
+        if request.room in self.parts:  # it has begun anew, and its last read is not over
+            return False
         plan = ReadPlan(request.bootstrap, held, request.peer, self._memory.regions, page_size)
         num_tokens = held.num_prefilled_tokens if self._which == "prompts" else total_length(held.kv_extents)
         keys = request.reusable_keys(page_size)[: num_tokens // page_size if plan.has_all else 0]

@@ -140,6 +140,10 @@ class PartReads:
     def __len__(self) -> int:
         return len(self._under_way)
 
+    def __contains__(self, room: Room) -> bool:
+        """Whether a room has parts that are not over, wanted or not."""
+        return room in self._under_way
+
     @property
     def num_quarantined(self) -> int:
         """Holdings in Stage.QUARANTINED."""

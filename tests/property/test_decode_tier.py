@@ -694,3 +694,24 @@ def test_what_is_read_behind_a_copy_that_comes_wrong_is_dropped() -> None:
     assert request.prefix is not None
     assert request.prefix.end_page == 1
     machine.teardown()
+
+
+def test_a_request_that_begins_anew_reads_nothing_while_its_last_read_goes_on() -> None:
+    """The transport cannot take that back, and both reads would be of one room."""
+    machine = Reads()
+    machine.arrive((0, 0, 0, 0, 1), 4)
+    (request,) = machine.waiting
+    asked: Any = request
+    assert machine.tier.fetch(asked, 5)
+    machine.transport.parts[request.room][0].is_started = True
+    machine.now += LEAST_WAIT_SECS
+    assert not machine.tier.fetch(asked, 5)
+    machine._release(request)
+    machine.now += PAUSE_SECS
+    assert not machine.tier.fetch(asked, 5)
+    machine.nothing_is_lost_or_twice()
+    machine._end_part(request.room)
+    machine.poll()
+    machine._release(request)
+    assert machine.tier.fetch(asked, 5)
+    machine.teardown()
