@@ -138,7 +138,7 @@ class DecodeTier:
             return True
         num_usable = self._set_aside.num_usable_pages(PoolKind.DEVICE)
         if not self._pins.fits(request.room, num_pages, num_usable):
-            return bool(self._pins)
+            return self._pins.hold_others_back
         num_missing = min(num_missing, num_usable // READ_SHARE - self.parts.num_busy_pages)
         if num_missing <= 0 or len(self.parts) >= MAX_READS:
             return False

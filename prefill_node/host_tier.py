@@ -182,7 +182,7 @@ class HostTier:
             return True
         page_size = self._pools.page_size
         if not self._pins.fits(room, num_pages, self._set_aside.num_usable_pages(PoolKind.DEVICE)):
-            return bool(self._pins)
+            return self._pins.hold_others_back
         before = self._prefixes.use_if_any(keys[:num_cached], CACHE_POOLS)
         need = SlotCounts(device=(num_stored - num_cached) * page_size)
         if not need.fits_in(self._pools.free + self._prefixes.unused):

@@ -20,6 +20,8 @@ class _Pin:
     """Pages that the request's whole prompt needs on the device."""
     prefix: Prefix | None
     """The prefix that it keeps in use."""
+    is_let_go: bool = False
+    """Whether ``let_go_all`` has let go of that: no other request need wait for this one to begin."""
 
 
 class Pins:
@@ -29,8 +31,10 @@ class Pins:
         self._prefixes = prefixes
         self._pins: dict[Room, _Pin] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._pins)
+    @property
+    def hold_others_back(self) -> bool:
+        """Whether a request that does not fit beside those that are pinned should wait for them to begin."""
+        return not all(pin.is_let_go for pin in self._pins.values())
 
     def __contains__(self, room: Room) -> bool:
         """Whether a request is pinned."""
@@ -61,11 +65,14 @@ class Pins:
         self._let_go(self._pins.pop(room, None))
 
     def let_go_all(self) -> bool:
-        """Let go of all that is kept; the requests stay pinned. Returns whether anything was let go."""
-        kept = [pin for pin in self._pins.values() if pin.prefix is not None]
-        for pin in kept:
+        """Let go of all that is kept. The requests stay pinned, so that nothing takes the place of their
+        pages only to be let go of, too, but they hold no others back: nobody knows when they begin. Returns
+        whether anything has changed."""
+        has_changed = self.hold_others_back
+        for pin in self._pins.values():
             self._let_go(pin)
-        return bool(kept)
+            pin.is_let_go = True
+        return has_changed
 
     def users(self) -> Iterator[Prefix]:
         """Yield the prefixes in use, once for each use."""

@@ -25,13 +25,14 @@ from hisparse_pd.prefill_node import host_pages
 from hisparse_pd.prefill_node.copies_up import CACHE_POOLS
 from hisparse_pd.prefill_node.fresh_pages import FRESH_SECS
 from hisparse_pd.prefill_node.host_tier import HOST_POOLS
-from hisparse_pd.prefill_node.requests import PrefillState
+from hisparse_pd.prefill_node.requests import PrefillRequest, PrefillState
 from hisparse_pd.protocol.messages import RoomDone
 from tests.unit.prefill_node.support import (
     DecodePeer,
     EngineThread,
     StuckTransport,
     all_delivered,
+    decode_peer,
     deliver,
     engine_thread,
     next_room,
@@ -166,6 +167,37 @@ def test_prompts_that_do_not_fit_at_once_come_up_one_after_the_other(
     assert [done[room].num_cached_tokens for room in rooms] == [144, 144, 144]
     assert engine.life.pages.tier.num_fetched_tokens >= before + 2 * 144
     peer.assert_has(messages[rooms[-1]])
+
+
+@pytest.mark.I7
+def test_a_prompt_that_cannot_be_sent_holds_up_no_other_decode_node(
+    engine: EngineThread, peer: DecodePeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is brought back, and then its decode node has too many bytes pending. Both do not fit at once, so
+    the other one is computed."""
+    prompts = [prompt(seed, 150) for seed in (26, 27)]
+    for tokens in prompts:
+        deliver(engine, peer, next_room(), tokens)
+    evict_from_device(engine, peer, prompts[0])
+    pusher, held_up = engine.life.pusher, next_room()
+    may_start, num_asked = pusher.may_start, 0
+
+    def once(request: PrefillRequest, num_bytes_pending: int) -> bool:
+        nonlocal num_asked
+        num_asked += request.room == held_up
+        return (request.room != held_up or num_asked == 1) and may_start(request, num_bytes_pending)
+
+    with decode_peer(engine, "other") as other:
+        other.register()
+        with monkeypatch.context() as patched:
+            patched.setattr(pusher, "may_start", once)
+            peer.bootstrap(held_up, prompts[0])
+            engine.wait_until(lambda: num_asked > 1, "the first prompt to be held up")
+            message = other.bootstrap(next_room(), prompts[1])
+            assert other.expect(RoomDone).room == message.room
+            other.assert_has(message)
+        assert peer.expect(RoomDone).room == held_up
+        engine.wait_until_idle()
 
 
 @pytest.mark.I8
