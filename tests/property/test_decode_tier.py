@@ -24,7 +24,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from hisparse_pd.core.paging.extents import extents_to_pages
 from hisparse_pd.core.paging.pools import Holding, PoolKind, Pools, SlotCounts, Stage
-from hisparse_pd.core.paging.prefix import Prefix, is_on_its_way
+from hisparse_pd.core.paging.prefix import Prefix, end_of, is_on_its_way
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.core.paging.prompt_keys import PageKey, page_keys, root_of
 from hisparse_pd.engine.messages import pack_token_ids
@@ -626,6 +626,27 @@ def test_a_request_begins_while_its_pages_are_copied() -> None:
     machine.teardown()
 
 
+def test_a_copy_that_is_not_kept_may_end_behind_pages_that_were_dropped() -> None:
+    """Nobody finds any more what is before its pages."""
+    machine = Copies()
+    machine.arrive((0, 0, 1), 0)
+    (first,) = machine.waiting
+    machine._begin(first)
+    machine._finish(first)
+    machine.arrive((0, 0, 0, 0, 1), 4)
+    (request,) = machine.waiting
+    asked: Any = request
+    assert not machine.tier.fetch(asked, 5)
+    (root,) = [run for run in machine.prefixes if run.parent is None]
+    machine.prefixes.drop(PoolKind.DEVICE, root.holding[PoolKind.DEVICE][0].start)
+    machine._end(request)
+    machine.end_a_copy()
+    machine.poll()
+    machine.nothing_is_lost_or_twice()
+    assert len(machine.prefixes) == 0
+    machine.teardown()
+
+
 def test_the_histories_have_reads_that_arrive() -> None:
     machine = Reads()
     machine.arrive((0, 0, 0, 0, 1), 4)
@@ -686,6 +707,7 @@ def test_what_is_read_behind_a_copy_that_comes_wrong_is_dropped() -> None:
     assert machine.tier.fetch(asked, 6)
     source.finish()
     machine.poll()
+    assert end_of(machine.pins.prefix(request.room)) == 1
     machine._end_part(request.room)
     machine.poll()
     machine.nothing_is_lost_or_twice()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -24,7 +25,7 @@ from hisparse_pd.core.paging.prompt_keys import PageKey, page_keys, root_of
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.engine.set_aside import SetAside
 from hisparse_pd.kernels.row_check import PageRows, WrongItem
-from hisparse_pd.prefill_node.copies_up import CACHE_POOLS, CopiesUp
+from hisparse_pd.prefill_node.copies_up import CACHE_POOLS, CopiesUp, Wanted
 from hisparse_pd.prefill_node.fresh_pages import FreshPages
 from hisparse_pd.prefill_node.host_tier import HOST_POOLS, HostTier
 from hisparse_pd.prefill_node.pins import Pins
@@ -602,3 +603,67 @@ def test_pages_behind_one_that_is_found_wrong_while_they_are_read_are_not_kept()
     machine.nothing_is_lost_or_twice()
     assert machine.prefixes.find(order.keys, HOST_POOLS) is None
     assert machine.store_tier.num_landing == 0
+
+
+def test_pages_that_are_found_wrong_on_the_device_during_their_copy_down_are_not_kept() -> None:
+    """They may have been wrong before they were copied, and their checks, too."""
+    machine = Tier()
+    machine.arrive((0, 0, 1))
+    (request,) = machine.waiting
+    machine._begin(request)
+    machine._finish(request)
+    assert machine.tier.num_copies_down == 1
+    (cached,) = machine.prefixes
+    machine.prefixes.drop(PoolKind.DEVICE, cached.holding[PoolKind.DEVICE][0].start)
+    machine._end_all_copies()
+    machine.nothing_is_lost_or_twice()
+    assert machine.prefixes.find(request.keys, HOST_POOLS) is None
+    assert machine.pools.free == machine.pools.totals
+
+
+def test_pages_that_are_arriving_are_not_copied_down() -> None:
+    """Until their bytes are there, the device has those of another prompt, with checks that are right."""
+    machine = Tier()
+    machine.arrive((0, 0, 1))
+    (request,) = machine.waiting
+    source = decode_node_source(machine, request.keys)
+    machine.copies_up.begin(source, Wanted(request.room, 3, 0, None), request.keys, 0)
+    other = Room(2)
+    machine.tier.store(other, request.keys)
+    assert machine.tier.num_copies_down == 0
+    machine._end_all_copies()
+    machine.tier.store(other, request.keys)
+    machine._end_all_copies()
+    assert machine.prefixes.num_found(request.keys, HOST_POOLS) == 3
+    machine.nothing_is_lost_or_twice()
+
+
+def decode_node_source(machine: Tier, keys: Sequence[PageKey]) -> Any:
+    """Return a source of a copy up that is not in main memory here, in place of a ``LaneSource``."""
+    memory, held = machine.memory, dict(enumerate(keys))
+
+    def copy(dst: Sequence[Extent], verify: Callable[[], object]) -> Event:
+        pages = enumerate(extents_to_pages(dst, PAGE_SIZE))
+        event = Event(memory, [(held, number, memory.device, page) for number, page in pages], is_up=True)
+        verify()
+        event.checks, memory._checks = memory._checks, []
+        memory.events.append(event)
+        return event
+
+    return SimpleNamespace(copy=copy, is_kept=True, users=lambda: iter(()), end=lambda num_right: None)
+
+
+def test_pages_of_the_store_are_unverified_no_longer_than_they_are_kept() -> None:
+    """A wrong row in a page that has come down since is the memory's fault, and its page is set aside."""
+    machine = TierOnStore()
+    machine.begin_to_read((0, 0, 1))
+    machine._answer_all()
+    machine._end(machine.waiting[-1])
+    (brought,) = machine.prefixes
+    pages = extents_to_pages(brought.holding[PoolKind.HOST], PAGE_SIZE)
+    assert all(map(machine.store_tier.is_unverified, pages))
+    machine.prefixes.flush()
+    machine._serve((1, 1, 2))
+    (stored,) = [run for run in machine.prefixes if run.kinds == HOST_POOLS]
+    assert extents_to_pages(stored.holding[PoolKind.HOST], PAGE_SIZE) == pages
+    assert not any(map(machine.store_tier.is_unverified, pages))
