@@ -124,6 +124,10 @@ class PlanMoves:
             else:
                 self._send_bootstrap(request, now)
 
+    def is_unsent(self, request: Request) -> bool:
+        """Return whether the Bootstrap of a request waits for keys, so that nobody can write to its slots."""
+        return request in self._unsent
+
     def _copy_prompt(self, request: Request, source: Request | None, num_held: int) -> None:
         """Copy from the sample ``source``, if there is one, what is missing behind the first ``num_held``
         tokens."""

@@ -14,7 +14,6 @@ from typing import assert_never
 
 from hisparse_pd.base.vocabulary import PREFILL_NODE_FAILED
 from hisparse_pd.core.paging.pools import PoolKind
-from hisparse_pd.core.paging.prefix import is_on_its_way
 from hisparse_pd.decode_node.peer_events import (
     AboutRoom,
     InstanceGone,
@@ -79,11 +78,11 @@ class PrefillEvents:
     def _repeat_messages(self, event: PeerReady) -> None:
         """Repeat the Bootstraps and AbortRooms that the same run may have missed while this node was not
         registered with it. Repetition is harmless. Bootstraps that were not sent yet are left out: they would
-        let the prefill node read keys that are still on their way from main memory."""
+        let the prefill node read keys that are still on their way from main memory, and if they cannot be
+        sent later, their slots are free at once."""
         for request in self.requests.of_peer(event.address):
-            was_sent = not is_on_its_way(request.prefix)
             is_landing = request.state is RequestState.LANDING and request.instance_id == event.instance_id
-            if is_landing and was_sent:
+            if is_landing and not self.plans.is_unsent(request):
                 self.peers.send(event.address, bootstrap_of(request))
         for entry in self.requests.quarantine:
             if (

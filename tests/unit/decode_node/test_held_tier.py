@@ -508,6 +508,35 @@ def test_a_prefill_node_hears_of_keys_when_they_are_there(
     assert bootstrap.held is not None
 
 
+@pytest.mark.I1
+def test_a_bootstrap_that_has_not_been_sent_is_not_repeated(
+    node: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flush waits for the keys, and their Bootstrap follows in the same turn. If that cannot be sent, the
+    slots are free at once, so the prefill node must not have got it before."""
+    prompt = random_prompt(12, 85)
+    node.ask(prompt, 2, HisparseFlag.TRUE)
+    requests = node.engine.requests
+    node.turn_until(lambda: requests.held_tier.num_copies == 0)
+    requests.held.make_room(requests.pools.totals - SlotCounts(host=96))
+    copies, copy_up = SlowCopies(), KeyPages.copy_up
+
+    def slow_copy_up(pages: KeyPages, host: Sequence[Extent], index: Sequence[Extent]) -> torch.cuda.Event:
+        copy_up(pages, host, index)
+        return copies.copy_up(host, index)
+
+    monkeypatch.setattr(KeyPages, "copy_up", slow_copy_up)
+    answer = node.generate((*prompt, *random_prompt(13, 40)), 2, HisparseFlag.TRUE)
+    node.turn_until(lambda: len(requests.select(RequestState.LANDING)) == 1)
+    (request,) = requests.select(RequestState.LANDING)
+    copies.finish()
+    requests.settle_copies()
+    node.engine.prefill_events.handle(PeerReady(request.peer, request.instance_id), time.monotonic())
+    node.tokens_of(answer)
+    node.ask(random_prompt(14, 40), 2, HisparseFlag.TRUE)  # messages come in order
+    assert [each.room for each in node.double.bootstraps].count(request.room) == 1
+
+
 def test_a_flush_gives_up_what_is_being_copied(node: EngineHarness) -> None:
     node.ask(random_prompt(7, 85), 2, HisparseFlag.TRUE)
     node.flush()
