@@ -13,7 +13,7 @@ from hisparse_pd.decode_node.making_room import make_room
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.reserve import order_ends
-from hisparse_pd.decode_node.step_plan import Exchange, StepPlan
+from hisparse_pd.decode_node.step_plan import Exchange, Fill, StepPlan
 from hisparse_pd.decode_node.swap_counts import SwapCounts
 from tests.books import carry_out, end
 from tests.unit.decode_node.plan_node import (
@@ -267,6 +267,26 @@ def test_a_plan_counts_what_residents_leave_who_share_with_each_other_alone() ->
     carry_out(node.rooms, StepPlan(exchanges=tuple(draft.exchanges.values())))
     assert draft.available.device == node.rooms.available.device == 512 - 2 * 64
     assert [draft._changed[request].owned.device for request in residents] == [64, 64]
+
+
+@pytest.mark.I3
+def test_a_resident_keeps_pages_of_its_own_that_another_one_shares_already() -> None:
+    """Both became resident before either shared, as local requests that begin at once do. Steps find the
+    second one's items in its own pages, so it cannot take the first one's for them."""
+    node = node_with_device(448)
+    first, second = (node.arrive(TRUE, 160, max_new_tokens=40, family=1) for _ in range(2))
+    node.step()
+    for request in (first, second):
+        node.rooms.begin_fill(Fill(request, num_page_slots=144, num_resident_pages=0))
+        node.rooms.end_fill(request)
+    pages = second.extents(PoolKind.DEVICE)
+    share_pages(node)
+    assert [request.num_resident_pages for request in (first, second)] == [7, 0]
+    assert second.extents(PoolKind.DEVICE) == pages
+    for request in (first, second):
+        end(node.rooms, request)
+    node.rooms.check_integrity()
+    assert node.rooms.pools.free.device == 448
 
 
 def test_shared_pages_of_residents_are_counted_on_at_their_last_users_end() -> None:
