@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -123,6 +124,39 @@ def test_a_row_that_is_being_filled_is_filled_before_its_hot_buffer_shrinks() ->
     check_consistency(node.hot.state)
     for group in range(NUM_GROUPS):
         assert hot_positions(node, request, group) == [*range(99, 84, -1), *[-1] * 17], "the most recent ones"
+
+
+class CopiesUnderWay:
+    """Stands in for the event behind copies that were launched to fill a row or its pages."""
+
+    is_waited_for = False
+
+    def synchronize(self) -> None:
+        self.is_waited_for = True
+
+
+@pytest.mark.I1
+@pytest.mark.parametrize(
+    "take_away",
+    [
+        pytest.param(lambda tables, request: tables.release(request), id="release"),
+        pytest.param(lambda tables, request: tables.stop_pages(request), id="stop_pages"),
+        pytest.param(lambda tables, request: tables.retract(request), id="retract"),
+        pytest.param(lambda tables, request: tables.resize(request, 32, 16), id="resize"),
+    ],
+)
+def test_copies_to_a_row_are_over_before_others_get_its_slots(
+    take_away: Callable[[RequestTables, Request], None],
+) -> None:
+    """They read host slots and write device slots, whoever has these by then."""
+    node = Node()
+    request = node.request(None)
+    node.hot.start(request)
+    copies: Any = CopiesUnderWay()
+    node.hot.fills.ends[request.req_row] = copies
+    take_away(node.hot, request)
+    assert copies.is_waited_for
+    assert node.hot.is_ready(request)
 
 
 @pytest.mark.I3
