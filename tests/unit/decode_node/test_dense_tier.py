@@ -20,7 +20,7 @@ from hisparse_pd.decode_node.memory import DecodeMemory, slots_tensor
 from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.step_plan import Admission, StepPlan
 from hisparse_pd.engine.messages import pack_token_ids
-from hisparse_pd.protocol.messages import Extent
+from hisparse_pd.protocol.messages import Extent, Room
 from tests.books import carry_out, end, enqueue, fail_to_land, make_request
 from tests.slow_copies import SlowCopies
 from tests.unit.decode_node.plan_node import LIMITS, Node
@@ -292,6 +292,76 @@ def test_what_is_found_wrong_while_it_goes_down_is_not_kept() -> None:
     books.copied()
     assert len(books.rooms.held) == 0
     assert books.rooms.pools.free == books.rooms.pools.totals
+
+
+@pytest.mark.I2
+def test_what_goes_down_behind_pages_that_are_found_wrong_is_not_kept() -> None:
+    books = Books()
+    books.leave(FIRST)
+    longer = (*FIRST[:16], *[9] * 9)
+    request = books.land(longer)
+    books.run(request, longer)
+    end(books.rooms, request, is_sound=True)
+    books.rooms.fetched()
+    assert len(books.rooms.dense_tier.landing) == 1
+    books.rooms.held.drop(PoolKind.HOST, books.run_of(FIRST).holding[PoolKind.HOST][0].start)
+    books.copied()
+    assert books.num_found(longer) == (6, 0)
+
+
+@pytest.mark.I9
+def test_what_is_coming_up_does_not_go_down() -> None:
+    """The page in main memory that it comes from was found wrong, so that main memory lacks it now."""
+    books = Books()
+    books.leave(FIRST)
+    books.empty_device()
+    request = books.land(FIRST)
+    books.rooms.held.drop(PoolKind.HOST, books.run_of(FIRST).holding[PoolKind.HOST][0].start)
+    books.rooms.dense_tier.store(Room(9), keys_of(FIRST), None)
+    books.rooms.dense_tier.poll()
+    assert books.rooms.dense_tier.landing == []
+    books.copied()
+    end(books.rooms, request)
+    books.rooms.quarantine.quiet(request.room, batch_failed=False, now=0.0)
+    books.rooms.check_integrity()
+
+
+@pytest.mark.I2
+@pytest.mark.I9
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("is_running", [False, True])
+def test_nothing_is_held_behind_a_page_that_was_found_wrong(mode: Mode, is_running: bool) -> None:
+    """A request that shares it goes on with it, and what it leaves is free."""
+    books = Books()
+    books.leave(FIRST, mode)
+    longer = (*FIRST[:16], *[9] * 9)
+    request = books.land(longer, mode)
+    assert request.num_shared_pages == 4
+    if is_running:
+        books.run(request, longer)
+    books.rooms.held.drop_copies(keys_of(FIRST)[1])
+    if not is_running:
+        books.run(request, longer)
+    end(books.rooms, request, is_sound=True)
+    books.copied()
+    assert books.num_found(longer) == (0, 0)
+    assert books.rooms.pools.free == books.rooms.pools.totals
+
+
+@pytest.mark.I3
+def test_a_request_starts_with_its_own_pages_where_equal_ones_have_moved_down() -> None:
+    """They are found, but have no indexer keys on the device."""
+    books = Books()
+    request, other = (books.land(FIRST, Mode.HISPARSE) for _ in range(2))
+    books.run(other, FIRST)
+    end(books.rooms, other, is_sound=True)
+    books.copied()
+    books.rooms.held.make_room(SlotCounts(index=64))
+    assert books.run_of(FIRST).is_down
+    books.run(request, FIRST)
+    assert request.prefix is None
+    end(books.rooms, request, is_sound=True)
+    books.copied()
 
 
 def test_what_main_memory_has_not_whole_is_not_brought_up() -> None:
