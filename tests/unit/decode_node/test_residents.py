@@ -291,11 +291,13 @@ class UnderWay:
 
 @pytest.mark.I3
 @pytest.mark.I5
+@pytest.mark.I9
 @pytest.mark.parametrize("num_drafts", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_residents_of_a_common_beginning_read_the_same_pages(
     checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_drafts: int
 ) -> None:
-    """The first fills them; the others fill what is their own, and the pages outlive the first."""
+    """The first fills them, and shares them once a step of its own says that all of them were right; the
+    others fill what is their own, and the pages outlive the first."""
     beginning, num_new = LONG[1][:320], 12 + 5 * num_drafts
     prompts = [(*beginning, *random_prompt(50 + n, 30 + 20 * n)) for n in range(3)]
     with (
@@ -303,6 +305,20 @@ def test_residents_of_a_common_beginning_read_the_same_pages(
         drafts(node, num_drafts),
     ):
         expected = dense_tokens(node, prompts, num_new)
+        requests = node.engine.requests
+        end_fill, share_resident = requests.end_fill, requests.share_resident
+        num_tokens: dict[Request, int] = {}  # when its pages were filled
+
+        def ended(request: Request) -> None:
+            num_tokens[request] = len(request.output_token_ids)
+            end_fill(request)
+
+        def shared(request: Request, min_own_slots: int) -> None:
+            assert len(request.output_token_ids) > num_tokens[request]
+            share_resident(request, min_own_slots)
+
+        monkeypatch.setattr(requests, "end_fill", ended)
+        monkeypatch.setattr(requests, "share_resident", shared)
         answers = hisparse_answers(node, prompts, num_new)
         most_sharing = 0
         for running in checked_turns(node, answers):
