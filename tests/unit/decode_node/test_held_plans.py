@@ -229,6 +229,26 @@ def test_nobody_counts_on_a_page_that_is_set_aside_when_its_users_have_ended(is_
     assert newcomer.state is RequestState.RUNNING
 
 
+@pytest.mark.I2
+def test_nobody_counts_on_pages_of_a_quarantined_room_when_their_other_users_have_ended() -> None:
+    """The prefill node may read them for as long as it gives no sign of life. The long request lacks 11 pages
+    to its end: 8 are free, and of the first one's pages 2 will be, but not the 7 that it shares."""
+    node = Node(STEP_BY_STEP)
+    first = node.arrive(TRUE, 128, 17, family=1)
+    node.step()
+    lost = node.arrive(TRUE, 120, family=1)
+    (admission,) = node.plan().admissions
+    node.rooms.use_held(admission)
+    node.rooms.reserve(admission, "lost", 9.0)
+    end(node.rooms, lost)
+    node.run(first, 1)
+    long = node.arrive(TRUE, 96, 193)
+    next_plan = NextPlan(node.limits, node.rooms)
+    assert next_plan.make(0.0).admissions == ()
+    node.rooms.quarantine.quiet(lost.room, batch_failed=False, now=0.0)
+    assert [each.request for each in next_plan.make(0.0).admissions] == [long]
+
+
 def test_what_a_plan_has_shared_nobody_counts_on() -> None:
     node = Node()
     node.arrive(TRUE, 200, family=1)
