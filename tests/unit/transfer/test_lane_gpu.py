@@ -158,6 +158,8 @@ def test_pinned_memory_is_read_until_it_is_let_go() -> None:
         assert memory is not None
         pair.lanes.close()  # as when the decode node has ended
         assert pair.lanes.pinned(SESSION) is None
+        with pytest.raises(TransferError, match="has closed the decode node's memory"):
+            memory.pin()  # whoever found it before that
         pair.memory[0][:] = np.arange(pair.memory[0].size) % 251
         gpu.opened[:] = np.arange(gpu.opened.size) % 249
         base, here = pair.regions[0][0], pair.network.addr
