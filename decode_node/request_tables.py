@@ -179,6 +179,7 @@ class RequestTables:
         began is copied before the next step."""
         fill = self._page_fill(request, request.num_kv_tokens, request.num_filled_tokens)
         fill.launch_slice(None)
+        self.fills.note_end(request.req_row)  # somebody else may get the pages before a step follows
         self.state.drop_hot_buffer(request.req_row)
 
     def stop_pages(self, request: Request) -> None:

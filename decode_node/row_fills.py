@@ -105,6 +105,11 @@ class RowFills:
         if (filled := self.ends.pop(row, None)) is not None:
             filled.synchronize()
 
+    def note_end(self, row: int) -> None:
+        """Note that the current stream copies to a row's slots: they are in use until that is over."""
+        if self._device.type == "cuda":
+            self.ends[row] = torch.cuda.current_stream(self._device).record_event()
+
     @contextmanager
     def beside_steps(self, row: int, *, is_first: bool) -> Iterator[None]:
         """Send work that fills a row to the stream for that, and note its end. ``is_first``: it is the first

@@ -277,6 +277,26 @@ def test_a_request_that_ends_keeps_its_pages_until_their_copies_are_over(
     node.finish([node.generate(LONG[0], NUM_NEW, HisparseFlag.TRUE)], expected)
 
 
+@pytest.mark.I1
+def test_the_last_copies_to_pages_keep_them_from_others_too(
+    node: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is new since the fill began is copied when the pages are entered, and no step need follow."""
+    fills, copies = node.engine.tables.fills, UnderWay()
+    monkeypatch.setattr(fills, "note_end", lambda row: fills.ends.update({row: copies}))
+    leaving = node.generate(LONG[1], NUM_NEW, HisparseFlag.TRUE)
+    node.turn_until(lambda: residents(node))
+    (request,) = residents(node)
+    node.leave(leaving)
+    node.turn_until(lambda: request.state is RequestState.ENDING)
+    for _ in range(3):
+        node.turn()
+    assert request.num_device_slots > 0
+    assert request.state is RequestState.ENDING
+    copies.is_over = True
+    node.turn_until(lambda: request.state is RequestState.ENDED)
+
+
 class UnderWay:
     """The event behind copies that are not over until ``is_over`` is set."""
 
