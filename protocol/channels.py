@@ -41,8 +41,17 @@ T = TypeVar("T")
 _MAX_KEY_FILE_BYTES = 4096
 """Most bytes that are read, because the path may name a device or a huge file."""
 _Z85_KEY = re.compile(rb"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+_MAX_SOCKETS = 8192
+"""Most ZMQ sockets of a process that has called ``allow_many_peers``. A ``ControlClient`` has three, so that
+ZMQ's own limit of 1,023 would be 341 ranks of prefill nodes."""
 _CLOSE_LINGER_MILLISECS = 1_000
 """How long a closed server still sends its last messages, which say that the node is shutting down."""
+
+
+def allow_many_peers() -> None:
+    """Let this process have _MAX_SOCKETS ZMQ sockets, as far as its limit of descriptors goes. It counts only
+    before the first one is made."""
+    zmq.Context.instance().set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
 
 
 class ControlKeyError(KeyFileError):

@@ -31,6 +31,7 @@ from hisparse_pd.engine.messages import EngineLoading
 from hisparse_pd.engine.sockets import Crossing, EngineSocket, FrontGone
 from hisparse_pd.kernels.row_math import fix_arithmetic
 from hisparse_pd.kernels.row_trial import try_products
+from hisparse_pd.protocol.channels import allow_many_peers
 from hisparse_pd.transfer.engine import quiet_mooncake_logs
 from hisparse_pd.transfer.transport import Transport, choose_transport
 
@@ -85,6 +86,7 @@ def _prepare_process(role: str, settings: NodeSettings, place: RankPlace) -> Pla
     rank = f" rank {place.rank}" if place.size > 1 else ""
     setup_logging(settings.log_level, f"{role}-engine:{settings.port}{rank}")
     quiet_mooncake_logs()
+    allow_many_peers()
     share_interpreter()  # with the threads that send and receive
     placements = place_ranks(settings.numa, settings.devices_here(place.rank), Machine())
     placement = placements[settings.ranks_here.index(place.rank)]

@@ -1,5 +1,7 @@
 """The control channel over real ZMQ sockets."""
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
@@ -35,6 +37,24 @@ def receive_one(channel: ControlServer | ControlClient) -> Any:
         for received in channel.receive():
             return received
     raise AssertionError("nothing arrived")
+
+
+def test_a_process_may_have_more_sockets_than_zmq_allows_by_itself() -> None:
+    """In a process of its own, because no socket may have been made before."""
+    code = """
+import resource
+import zmq
+from hisparse_pd.protocol import channels
+
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+channels.allow_many_peers()
+sockets = [zmq.Context.instance().socket(zmq.PAIR) for _ in range(1100)]
+print(len(sockets))
+zmq.Context.instance().destroy(linger=0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_SECS)
+    assert done.stdout == "1100\n", done.stderr
 
 
 @pytest.fixture
