@@ -7,12 +7,15 @@ before it and for as many short ones. A call whose future nobody has any more is
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Generic, ParamSpec, TypeVar
 from weakref import ref
+
+log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -48,15 +51,18 @@ class CompileThreads:
 
     def submit(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Call ``function`` in a thread, unless its future is cancelled or dropped before. ``size``: decides
-        which call is the shortest."""
+        which call is the shortest. If no thread can be started for it, it is made with a later call."""
         future: Future[T] = Future()
         waiting = _Waiting(size, ref(future), lambda: function(*args, **kwargs))
         with self._lock:
             self._forget_unwanted()
             self._waiting.append(waiting)
-            if self._num_runs_queued < len(self._waiting):
-                self._num_runs_queued += 1
-                self._threads.submit(self._run_one)
+            try:
+                while self._num_runs_queued < len(self._waiting):
+                    self._threads.submit(self._run_one)
+                    self._num_runs_queued += 1
+            except RuntimeError:  # this process, or its container, has as many threads as it may
+                log.exception("no thread can be started for a grammar now")
         return future
 
     def close(self, *, wait: bool) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from threading import Event
+from threading import Event, Thread
+from unittest.mock import Mock
 
 import pytest
 
@@ -46,6 +47,20 @@ def test_a_short_one_waits_for_one_long_one_and_a_long_one_for_as_many_short_one
         for future in asked:
             future.result(WAIT_SECS)
     assert order in ([900, 1, 800, 2, 700, 3], [1, 900, 2, 800, 3, 700])
+
+
+@pytest.mark.I7
+def test_a_call_for_which_no_thread_starts_is_made_with_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starting a thread fails in a container that has as many threads as it may."""
+    threads = CompileThreads(2, "tried")
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+            first = threads.submit(1, lambda: "first")
+        assert threads.submit(2, lambda: "second").result(WAIT_SECS) == "second"
+        assert first.result(WAIT_SECS) == "first"
+    finally:
+        threads.close(wait=True)
 
 
 def test_what_nobody_wants_any_more_is_not_begun() -> None:
