@@ -80,8 +80,6 @@ class SyntheticShape:
     """Dimensions of the checkpoint; the defaults of attention are DeepSeek-V3.2's."""
 
     num_layers: int = 4
-    num_dense_layers: int = 1
-    """First layers, whose feed-forward has no experts."""
     num_experts: int = 8
     hidden_size: int = 2048
     vocab_size: int = 32768
@@ -101,6 +99,8 @@ class SyntheticShape:
     experts_per_token: int = 2
     draft_agreement: float | None = None
     """Share of an MTP layer's guesses that are right; None: no MTP layer."""
+    num_dense_layers: int = 1
+    """First layers, whose feed-forward has no experts."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
