@@ -207,12 +207,14 @@ async def test_an_endpoint_that_is_not_there_is_a_connect_error() -> None:
 # --- the loop -----------------------------------------------------------------------------------------------
 
 
-async def test_a_closed_loop_keeps_exactly_its_concurrency_busy() -> None:
-    async def when_three_are_there(endpoint: FakeNode, send: Send) -> None:
-        if len(bodies_of(endpoint)) <= 3:
-            await until_asked(endpoint, 3)
-        await scripted(endpoint, send)
+async def when_three_are_there(endpoint: FakeNode, send: Send) -> None:
+    """Answer the first three requests only once all three are there."""
+    if len(bodies_of(endpoint)) <= 3:
+        await until_asked(endpoint, 3)
+    await scripted(endpoint, send)
 
+
+async def test_a_closed_loop_keeps_exactly_its_concurrency_busy() -> None:
     endpoint = Endpoint(when_three_are_there)
     done: list[None] = []
     async with running(endpoint) as url, Client(url, WAIT_SECS) as client:
@@ -224,11 +226,6 @@ async def test_a_closed_loop_keeps_exactly_its_concurrency_busy() -> None:
 
 
 async def test_requests_at_once_have_a_connection_each_and_later_ones_take_these() -> None:
-    async def when_three_are_there(endpoint: FakeNode, send: Send) -> None:
-        if len(bodies_of(endpoint)) <= 3:
-            await until_asked(endpoint, 3)
-        await scripted(endpoint, send)
-
     endpoint = Endpoint(when_three_are_there)
     ports: list[int] = []
 

@@ -469,6 +469,18 @@ def test_a_copy_that_cannot_begin_ends_the_request_that_needs_it_alone(
     assert (again.token_ids, again.stats.num_held_tokens) == (expected, 80)
 
 
+def slow_copies_up(patch: pytest.MonkeyPatch) -> SlowCopies:
+    """Let copies of keys to the device be over when the result's ``finish`` is called, and not before."""
+    copies, copy_up = SlowCopies(), KeyPages.copy_up
+
+    def slow_copy_up(pages: KeyPages, host: Sequence[Extent], index: Sequence[Extent]) -> torch.cuda.Event:
+        copy_up(pages, host, index)
+        return copies.copy_up(host, index)
+
+    patch.setattr(KeyPages, "copy_up", slow_copy_up)
+    return copies
+
+
 @pytest.mark.I7
 def test_a_prefill_node_hears_of_keys_when_they_are_there(
     node: EngineHarness, cold_node: EngineHarness, monkeypatch: pytest.MonkeyPatch
@@ -479,13 +491,7 @@ def test_a_prefill_node_hears_of_keys_when_they_are_there(
     node.turn_until(lambda: node.engine.requests.held_tier.num_copies == 0)
     requests = node.engine.requests
     requests.held.make_room(requests.pools.totals - SlotCounts(host=96))
-    copies, copy_up = SlowCopies(), KeyPages.copy_up
-
-    def slow_copy_up(pages: KeyPages, host: Sequence[Extent], index: Sequence[Extent]) -> torch.cuda.Event:
-        copy_up(pages, host, index)
-        return copies.copy_up(host, index)
-
-    monkeypatch.setattr(KeyPages, "copy_up", slow_copy_up)
+    copies = slow_copies_up(monkeypatch)
     longer = (*prompt, *random_prompt(11, 40))
     answer, given_up = (node.generate(longer, 4, HisparseFlag.TRUE) for _ in range(2))
     node.turn_until(lambda: len(requests.select(RequestState.LANDING)) == 2)
@@ -519,13 +525,7 @@ def test_a_bootstrap_that_has_not_been_sent_is_not_repeated(
     requests = node.engine.requests
     node.turn_until(lambda: requests.held_tier.num_copies == 0)
     requests.held.make_room(requests.pools.totals - SlotCounts(host=96))
-    copies, copy_up = SlowCopies(), KeyPages.copy_up
-
-    def slow_copy_up(pages: KeyPages, host: Sequence[Extent], index: Sequence[Extent]) -> torch.cuda.Event:
-        copy_up(pages, host, index)
-        return copies.copy_up(host, index)
-
-    monkeypatch.setattr(KeyPages, "copy_up", slow_copy_up)
+    copies = slow_copies_up(monkeypatch)
     answer = node.generate((*prompt, *random_prompt(13, 40)), 2, HisparseFlag.TRUE)
     node.turn_until(lambda: len(requests.select(RequestState.LANDING)) == 1)
     (request,) = requests.select(RequestState.LANDING)

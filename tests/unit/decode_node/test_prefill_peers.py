@@ -157,6 +157,15 @@ def test_a_control_address_that_zmq_refuses_ends_no_loop(
         poll_until(peers, {prefill.address}, lambda events: ready in events, prefill.answer)
 
 
+def poll_until_error(peers: PrefillPeers, prefill: PrefillNode, words: str) -> None:
+    """Poll, without any event, until the peer's last error has these words."""
+    wait_until(
+        lambda: (
+            not peers.poll(time.monotonic(), {prefill.address}) and words in peers.last_error(prefill.address)
+        )
+    )
+
+
 @pytest.mark.parametrize("num_sockets", [1, 2])
 def test_a_connection_for_which_no_socket_is_left_ends_no_loop(
     prefill: PrefillNode, keys: ControlKeys, monkeypatch: pytest.MonkeyPatch, num_sockets: int
@@ -167,12 +176,7 @@ def test_a_connection_for_which_no_socket_is_left_ends_no_loop(
         with monkeypatch.context() as patch:
             patch.setattr(zmq.Context, "instance", lambda: context)
             peers.use(prefill.address, time.monotonic())
-            wait_until(
-                lambda: (
-                    not peers.poll(time.monotonic(), {prefill.address})
-                    and "no socket is left" in peers.last_error(prefill.address)
-                )
-            )
+            poll_until_error(peers, prefill, "no socket is left")
         ready = PeerReady(prefill.address, "first-0")
         poll_until(peers, {prefill.address}, lambda events: ready in events, prefill.answer)
 
@@ -184,16 +188,10 @@ def test_a_look_up_that_fails_in_a_way_of_its_own_ends_no_loop(
         raise RuntimeError("can't start new thread")
 
     with closing(make_peers(keys)) as peers:
-        now = time.monotonic()
-        peers.use(prefill.address, now)
+        peers.use(prefill.address, time.monotonic())
         with monkeypatch.context() as patch:
             patch.setattr(discovery, "look_up", fails)
-            wait_until(
-                lambda: (
-                    not peers.poll(now, {prefill.address})
-                    and "can't start new thread" in peers.last_error(prefill.address)
-                )
-            )
+            poll_until_error(peers, prefill, "can't start new thread")
         ready = PeerReady(prefill.address, "first-0")
         poll_until(peers, {prefill.address}, lambda events: ready in events, prefill.answer)
 
@@ -208,12 +206,7 @@ def test_a_look_up_for_which_no_thread_starts_ends_no_loop(
         peers.use(prefill.address, time.monotonic())
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", refuses)
-            wait_until(
-                lambda: (
-                    not peers.poll(time.monotonic(), {prefill.address})
-                    and "can't start new thread" in peers.last_error(prefill.address)
-                )
-            )
+            poll_until_error(peers, prefill, "can't start new thread")
         ready = PeerReady(prefill.address, "first-0")
         poll_until(peers, {prefill.address}, lambda events: ready in events, prefill.answer)
 

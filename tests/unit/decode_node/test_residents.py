@@ -255,6 +255,31 @@ def test_tokens_equal_the_oracle_when_pages_are_given_up_before_they_are_filled(
     assert node.engine.requests.available == node.engine.limits.totals
 
 
+class UnderWay:
+    """The event behind copies that are not over until ``is_over`` is set."""
+
+    is_over = False
+
+    def query(self) -> bool:
+        return self.is_over
+
+    def synchronize(self) -> None:
+        raise AssertionError("nobody waits for them")
+
+
+def stays_until_over(
+    node: EngineHarness, request: Request, copies: UnderWay, num_slots: Callable[[], int]
+) -> None:
+    """Check that a request that ends keeps its slots until ``copies`` are over, and ends then."""
+    node.turn_until(lambda: request.state is RequestState.ENDING)
+    for _ in range(3):
+        node.turn()
+    assert num_slots() > 0
+    assert request.state is RequestState.ENDING
+    copies.is_over = True
+    node.turn_until(lambda: request.state is RequestState.ENDED)
+
+
 @pytest.mark.I1
 @pytest.mark.I2
 def test_a_request_that_ends_keeps_its_pages_until_their_copies_are_over(
@@ -267,13 +292,7 @@ def test_a_request_that_ends_keeps_its_pages_until_their_copies_are_over(
     copies = UnderWay()
     node.engine.tables.fills.ends[request.req_row] = copies  # type: ignore[assignment]
     node.leave(leaving)
-    node.turn_until(lambda: request.state is RequestState.ENDING)
-    for _ in range(3):
-        node.turn()
-    assert request.num_page_slots > 0
-    assert request.state is RequestState.ENDING
-    copies.is_over = True
-    node.turn_until(lambda: request.state is RequestState.ENDED)
+    stays_until_over(node, request, copies, lambda: request.num_page_slots)
     node.finish([node.generate(LONG[0], NUM_NEW, HisparseFlag.TRUE)], expected)
 
 
@@ -288,25 +307,7 @@ def test_the_last_copies_to_pages_keep_them_from_others_too(
     node.turn_until(lambda: residents(node))
     (request,) = residents(node)
     node.leave(leaving)
-    node.turn_until(lambda: request.state is RequestState.ENDING)
-    for _ in range(3):
-        node.turn()
-    assert request.num_device_slots > 0
-    assert request.state is RequestState.ENDING
-    copies.is_over = True
-    node.turn_until(lambda: request.state is RequestState.ENDED)
-
-
-class UnderWay:
-    """The event behind copies that are not over until ``is_over`` is set."""
-
-    is_over = False
-
-    def query(self) -> bool:
-        return self.is_over
-
-    def synchronize(self) -> None:
-        raise AssertionError("nobody waits for them")
+    stays_until_over(node, request, copies, lambda: request.num_device_slots)
 
 
 @pytest.mark.I3
