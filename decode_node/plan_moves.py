@@ -234,18 +234,17 @@ class PlanMoves:
         request.is_filling = True
         self._do_or_fail(self.tables.start, "started", now, request)
 
-    @property
-    def has_filled_pages(self) -> bool:
-        """Whether ``enter_pages`` would make a request resident."""
-        return any(self._has_filled_pages(r) for r in self.requests.select(RequestState.RUNNING))
-
-    def _has_filled_pages(self, request: Request) -> bool:
-        return request.num_page_slots > 0 and request.has_next_step and self.tables.is_ready(request)
+    def filled(self) -> list[Request]:
+        """Return the requests whose pages are filled. They become resident by ``enter_pages``."""
+        with_pages = (r for r in self.requests.select(RequestState.RUNNING) if r.num_page_slots > 0)
+        return [r for r in with_pages if r.has_next_step and self.tables.is_ready(r)]
 
     def enter_pages(self, now: float) -> None:
-        """Make requests resident whose pages are filled. No step may be in flight."""
-        for request in filter(self._has_filled_pages, self.requests.select(RequestState.RUNNING)):
-            if self._do_or_fail(self.tables.enter_pages, "made resident", now, request):
+        """Make requests resident whose pages are filled, unless they are in the step in flight."""
+        for request in self.filled():
+            if not request.num_in_flight and self._do_or_fail(
+                self.tables.enter_pages, "made resident", now, request
+            ):
                 self.requests.end_fill(request)
 
     def fill_rows(self, now: float, link_share: float = 0.0) -> None:

@@ -18,7 +18,8 @@ each hot group (``kernels/hot_state.py``) says for a lookup slot where its posit
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 
@@ -28,7 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hisparse_pd.base.vocabulary import Mode
-from hisparse_pd.core.model.side_stream import SideStream
+from hisparse_pd.core.model.side_stream import SideStream, wait_for
 from hisparse_pd.core.model.spec import ModelSpec
 from hisparse_pd.core.paging.extents import slice_extents, total_length
 from hisparse_pd.core.paging.pools import PoolKind
@@ -88,8 +89,10 @@ class RequestTables:
         )
         self.miss_plan = MissPlan.create(num_rows * max_new, spec.index_topk, self.device)
         self.fills = RowFills(self.device)
-        self._landing_stream = SideStream(self.device, priority=-1)
-        """Prepares landing zones. The host waits for it, and not for steps in flight."""
+        self._awaited_stream = SideStream(self.device, priority=-1)
+        """For what the host waits for: landing zones, and slots that change hands."""
+        self._before_step: torch.cuda.Event | None = None
+        """What was enqueued before the last step."""
         self._ended_counters = SwapCounts()
         """Counts of all rows that have been emptied."""
         self.max_verifiable = partial(
@@ -109,9 +112,8 @@ class RequestTables:
             return
         extents = chain.from_iterable(request.owned[PoolKind.INDEX] for request in requests)
         pages = pages_tensor(tuple(extents), self.page_size)
-        with self._landing_stream.use():  # in the steps' stream the copy of the ids would wait for one
+        with self._awaited():
             void_row_checks(row_checks, pages.to(self.device), self.page_size)
-        self._landing_stream.synchronize()
 
     def copy_prompt(self, source: Request, request: Request, start: int) -> None:
         """Copy the prompt's rows from position ``start`` on from another sample of it, in the same mode.
@@ -119,9 +121,8 @@ class RequestTables:
         Waits for the device, but not for its steps: none writes to these rows. When it returns, nothing reads
         the rows of ``source`` any more.
         """
-        with self._landing_stream.use():
+        with self._awaited():
             copy_prompt(self.memory, source, request, start)
-        self._landing_stream.synchronize()
 
     def by_hot_group(self, hint: NDArray[np.int32]) -> list[NDArray[np.int32]]:
         """Return the positions to warm each hot group with, the most useful first.
@@ -175,7 +176,7 @@ class RequestTables:
 
     def enter_pages(self, request: Request) -> None:
         """Let steps find the items of a request in its pages, and no more in its hot buffer, once
-        ``is_ready`` says that the pages are filled. No step may be in flight. What is new since the fill
+        ``is_ready`` says that the pages are filled. The request is in no step. What is new since the fill
         began is copied before the next step."""
         fill = self._page_fill(request, request.num_kv_tokens, request.num_filled_tokens)
         fill.launch_slice(None)
@@ -201,27 +202,29 @@ class RequestTables:
         self.state.set_index_pages(row, first_page, self._pages(request, PoolKind.INDEX))
 
     def resize(self, request: Request, num_before: int, capacity: int) -> None:
-        """Give the hot buffer of a request another ``capacity``, and keep what is hot as far as that has
-        room. Its device pages begin with those of the smaller size. Waits for the device, on which no step
-        may be in flight: slots that it gives up may be written to then."""
+        """Give the hot buffer of a request, which is in no step, another ``capacity``, and keep what is hot
+        as far as that has room. Its device pages begin with those of the smaller size.
+
+        Where it gives slots up, this waits for the device, but not for a step in flight: they may be written
+        to then. New ones may still have words of their last owner, which leave them in the steps' stream.
+        """
         self.fills.finish(request.req_row)
-        resize_hot_buffer(
-            self.state,
-            request.req_row,
-            num_before=num_before,
-            capacity=capacity,
-            hot_pages=self._hot_pages(request, capacity),
-            num_tokens=request.num_kv_tokens,
-            layers_of_group=self.spec.kv_layers_of_hot_group,
-            k_dev=self.memory.k_dev,
-        )
-        self._restart_counts(request)
-        if capacity < num_before and self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        with self._awaited() if capacity < num_before else nullcontext():
+            resize_hot_buffer(
+                self.state,
+                request.req_row,
+                num_before=num_before,
+                capacity=capacity,
+                hot_pages=self._hot_pages(request, capacity),
+                num_tokens=request.num_kv_tokens,
+                layers_of_group=self.spec.kv_layers_of_hot_group,
+                k_dev=self.memory.k_dev,
+            )
+            self._restart_counts(request)
 
     def retract(self, request: Request) -> None:
-        """Bring all KV of a dense or resident request to the host, before it leaves its pages. Waits for the
-        device.
+        """Bring all KV of a dense or resident request, which is in no step, to the host, before it leaves its
+        pages. Waits for the device, but not for a step in flight.
 
         A dense request also needs the indexer keys of the pages that it shares. They are copied to those runs
         of its copy in the host pool that have none yet, and behind the copy's end to slots of its own.
@@ -230,11 +233,11 @@ class RequestTables:
         # If it is resident, the host is up to date: every step ends with the backup of its newest tokens.
         if request.mode is Mode.DENSE:
             num_there = end_of(request.host_prefix) * self.page_size
-            if request.prefix is not None:
-                self._copy_shared_keys(request.prefix, request.host_prefix, request.owned[PoolKind.INDEX])
-            # It waits for the copies above, too: whoever gets the shared pages next may write there at once.
             on_device = slice_extents(request.extents(PoolKind.DEVICE), num_there, request.num_kv_tokens)
-            self.memory.spill(on_device, request.owned[PoolKind.HOST], total_length(on_device))
+            with self._awaited():  # whoever gets the pages next may write there at once
+                if request.prefix is not None:
+                    self._copy_shared_keys(request.prefix, request.host_prefix, request.owned[PoolKind.INDEX])
+                self.memory.spill(on_device, request.owned[PoolKind.HOST], total_length(on_device))
 
     def enter_hot_buffer(self, request: Request, first_position: int) -> None:
         """Let steps find the items of a request in its hot buffer, and no more in pages. The first device
@@ -306,6 +309,22 @@ class RequestTables:
         return self.spec.item_bytes * self.spec.num_kv_layers / self.spec.num_hot_groups
 
     # --- what the moves above share -------------------------------------------------------------------------
+
+    def note_launch(self) -> None:
+        """Note that a step is launched next, which the work of ``_awaited`` need not wait for."""
+        if self.device.type == "cuda":
+            self._before_step = torch.cuda.current_stream(self.device).record_event()
+
+    @contextmanager
+    def _awaited(self) -> Iterator[None]:
+        """Send work to a stream that does not wait for the step in flight, and wait for it, also after an
+        error. That step uses none of the memory of this work; those before it are over."""
+        with self._awaited_stream.use():
+            wait_for(self._before_step)
+            try:
+                yield
+            finally:
+                self._awaited_stream.synchronize()
 
     def _row_start(self, request: Request) -> RowStart:
         hints, request.hot_positions = request.hot_positions, None

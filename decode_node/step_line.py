@@ -4,6 +4,9 @@ In each turn the engine calls ``carry_out_plan``, then ``advance``. Where ``may_
 launched before the previous one is read, so that the device does not wait for the host. With a grammar, the
 draws of a launched step depend on the tokens of the step before: they are enqueued once those have been read.
 Between two turns at most one step is in flight.
+
+The device slots of a request change while it is in no step. If it is in the step in flight, it sits the next
+one out, which the others take meanwhile: its slots change beside that step, and the device need not wait.
 """
 
 from __future__ import annotations
@@ -61,6 +64,11 @@ class StepLine:
         self.num_launched = 0
         self.is_plan_cut = False
         """Whether the last plan was cut: the next one may admit more."""
+        self._sitting_out: set[Request] = set()
+        """Requests that are left out of the next step, because their device slots change behind the one in
+        flight."""
+        self._is_put_off = False
+        """Whether the last plan was put off by a step, in which those whose slots it changes sit out."""
         self._lockstep = lockstep
         self._requests = requests
         self._tables = tables
@@ -76,17 +84,27 @@ class StepLine:
         self.next_plan.miss_cost = miss_costs.present()
 
     def carry_out_plan(self, now: float) -> None:
-        """Carry out the scheduler's plan for the next step, before ``advance`` launches that. The step in
-        flight is committed first where the next one may not follow it unread, or requests become resident."""
-        if not self.may_follow() or self._plan_moves.has_filled_pages:
+        """Carry out the scheduler's plan for the next step, before ``advance`` launches that.
+
+        A plan that changes the device slots of requests in flight is put off once: they sit the next step
+        out. The step in flight is committed first where the next one may not follow it unread, would have no
+        request, or the plan was put off before and now changes the slots of others.
+        """
+        if not self.may_follow():
+            self.settle()
+        self._sitting_out = set()
+        self._plan_moves.enter_pages(now)
+        plan = self.next_plan.make(now)
+        changing = {exchange.request for exchange in plan.exchanges if exchange.request.num_in_flight}
+        leaving = changing.union(self._plan_moves.filled())
+        if (changing and self._is_put_off) or (leaving and leaving.issuperset(self.next_batch())):
             self.settle()
             self._plan_moves.enter_pages(now)
-        plan = self.next_plan.make(now)
-        if plan.exchanges and self.in_flight is not None:
-            self.settle()  # a request whose device slots change may be in that step, or end with it
-            plan = self.next_plan.make(now)
-        self._plan_moves.carry_out(plan, now)
-        self.is_plan_cut = plan.is_cut
+            plan, changing, leaving = self.next_plan.make(now), set(), set()
+        self._sitting_out, self._is_put_off = leaving, bool(changing)
+        if not self._is_put_off:
+            self._plan_moves.carry_out(plan, now)
+            self.is_plan_cut = plan.is_cut
 
     def advance(self, *, is_stopping: bool) -> bool:
         """Launch the next step of the node, if a request has one, and commit the previous one. Returns False
@@ -149,7 +167,8 @@ class StepLine:
         """Return the requests that get a token in the next step, in order of admission."""
         running = self._requests.select(RequestState.RUNNING)
         ready = (request for request in running if request.run_stage is RunStage.READY)
-        return sorted(ready, key=lambda request: request.admitted_seq)
+        taking_part = (request for request in ready if request not in self._sitting_out)
+        return sorted(taking_part, key=lambda request: request.admitted_seq)
 
     def _num_drafts(self, batch: Sequence[Request]) -> int:
         """Choose how many drafts of a request the next step verifies at most."""
@@ -165,6 +184,7 @@ class StepLine:
         self.num_launched += 1
         try:
             self._scrubber.before_step(batch)
+            self._tables.note_launch()
             return self.runner.launch(batch, step)
         except Exception as error:
             if self._lockstep.ends_engine(error):
