@@ -13,6 +13,7 @@ from torch import Tensor
 from hisparse_pd.base.vocabulary import Mode
 from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.decode_node.memory import slots_tensor
+from hisparse_pd.engine.lockstep import NodeStep
 from hisparse_pd.kernels.hot_entries import enter_hot_buffer, resize_hot_buffer
 from hisparse_pd.kernels.hot_state import ABSENT, HotBufferState
 from hisparse_pd.kernels.swap_in import RowStart
@@ -170,4 +171,34 @@ def test_tokens_are_the_same_while_hot_buffers_change_their_size(
     for as_they_are, resized in zip(*tokens, strict=True):
         num = min(len(as_they_are), len(resized))
         assert num > NUM_STEPS * NUM_ROUNDS
+        assert as_they_are[:num] == resized[:num]
+
+
+@pytest.mark.I1
+@pytest.mark.I5
+def test_tokens_are_the_same_where_a_hot_buffer_changes_beside_a_step_of_the_others(checkpoint: Path) -> None:
+    """What it gives up is another's at once, while that step runs."""
+    tokens: list[list[list[int]]] = []
+    beside = torch.cuda.Stream()
+    for resizes in (False, True):
+        in_turn = cycle((2112, 2600, 4096, 2304))
+        with bench_of(checkpoint, Mode.HISPARSE, 3, 0, "--buffer", "8192", num_steps=275) as bench:
+            tables, everyone = bench.tables, bench.requests
+            for _ in range(NUM_ROUNDS):
+                bench.run(NUM_STEPS)
+                for request in everyone if resizes else ():
+                    others = [each for each in everyone if each is not request]
+                    tables.note_launch()
+                    step = bench.runner.launch(others, NodeStep(len(others), is_split=False, num_new=1))
+                    num_before, request.hot_capacity = request.hot_capacity, next(in_turn)
+                    tables.resize(request, num_before, request.hot_capacity)
+                    given_up = slots_tensor(request.owned[PoolKind.DEVICE])[request.hot_capacity :]
+                    if request.hot_capacity < num_before:  # else the steps' stream has words of new slots
+                        with torch.cuda.stream(beside):
+                            bench.memory.k_dev[:, given_up.to(DEVICE)] = POISON
+                    bench.commit(step)
+            tokens.append([request.output_token_ids for request in everyone])
+    for as_they_are, resized in zip(*tokens, strict=True):
+        num = min(len(as_they_are), len(resized))
+        assert num >= NUM_STEPS * NUM_ROUNDS
         assert as_they_are[:num] == resized[:num]

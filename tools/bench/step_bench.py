@@ -166,18 +166,18 @@ class Bench:
                 self.requests, NodeStep(len(self.requests), is_split, num_new=num_new)
             )
             if previous is not None:
-                self._commit(previous)  # while the device computes the step just launched
+                self.commit(previous)  # while the device computes the step just launched
             launched.draw()
             previous = launched
             if not launched.feeds_next:  # the next launch needs this step's results
-                self._commit(launched)
+                self.commit(launched)
                 previous = None
             if self._choice is not None:
                 self._choice.note_turn(len(self.requests), num_new - 1, time.monotonic())
         if self._choice is not None:  # so that the time until the next call counts for no step
             self._choice.note_turn(0, 0, time.monotonic())
         if previous is not None:
-            self._commit(previous)
+            self.commit(previous)
         synchronize(self.tables.device)
         return time.perf_counter() - started
 
@@ -189,7 +189,7 @@ class Bench:
         most = max(self.tables.max_verifiable(request, allowed) for request in self.requests)
         return 1 + self._choice.choose(len(self.requests), most)
 
-    def _commit(self, launched: Any) -> None:
+    def commit(self, launched: Any) -> None:
         """Wait for a step's results and enter them into the requests."""
         launched.take_requests_out()  # a request must have left the step before its tokens are entered
         for request, result in zip(launched.batch, launched.result(), strict=True):
