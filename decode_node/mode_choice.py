@@ -137,8 +137,8 @@ def _admit_resident(draft: PlanDraft, request: Request, beside_device: SlotCount
 
 def _shares(draft: PlanDraft, request: Request) -> Iterator[int]:
     """Yield the share, in entries, if a request begins at once and the share is spare beside what stays free
-    for others: it would get as much in its first steps, and each change waits for the step in flight. One
-    that would have to fill the share before it begins gets less at first."""
+    for others: it would get as much in its first steps, and sit one out for that. One that would have to
+    fill the share before it begins gets less at first."""
     share = share_of(draft, num_coming(draft))
     capacity = draft.limits.max_capacity(request, share)
     is_spare = draft.spare_device() >= draft.limits.in_pages(capacity) + kept_for_arrivals(draft)

@@ -1,10 +1,10 @@
 """The entries of a row's hot buffer: which positions they have, and where these go when its size changes.
 
-Between two steps a row gets a hot buffer of another size, or one in place of its pages. What stays hot is not
-fetched from the host again. A hot buffer keeps its first device pages: a larger one gets empty entries behind
-them, and a smaller one gives up those at its end. Items move on the device only where the rules of
-``hot_state.py`` want another hot_index. Each group moves its own items, because a hot_index has the same slot
-in all groups and another position in each.
+While its request is in no step, a row gets a hot buffer of another size, or one in place of its pages. What
+stays hot is not fetched from the host again. A hot buffer keeps its first device pages: a larger one gets
+empty entries behind them, and a smaller one gives up those at its end. Items move on the device only where
+the rules of ``hot_state.py`` want another hot_index. Each group moves its own items, because a hot_index has
+the same slot in all groups and another position in each.
 
 Everything here is made of torch's operations, so the CPU runs the same code as a GPU.
 """
@@ -64,8 +64,9 @@ def resize_hot_buffer(
     ``layers_of_group``: the layers of each group. ``k_dev``: as in ``swap_in.py``; items move in all of these
     layers.
 
-    No step may be in flight on another stream. On a GPU everything is launched on the current stream, and
-    nothing waits for it: device pages that the row does not keep must stay its own until that is over.
+    No step with this row may be in flight on another stream. On a GPU everything is launched on the current
+    stream, and nothing waits for it: device pages that the row does not keep must stay its own until that is
+    over. Those that are new to it had another owner, whose words must have left the tables before.
     Raises KernelArgumentError before it changes anything.
     """
     cpu = torch.device("cpu")
@@ -129,8 +130,8 @@ def enter_hot_buffer(
     slot of that. The row has its host and lookup pages already.
 
     ``capacity``, ``hot_pages``: as in ``resize_hot_buffer``. The positions leave the ring free. If the row
-    fits (``step_requests.ring_entries``), ``first_position`` is 0. No step may be in flight on another
-    stream, and on a GPU nothing is waited for. Raises KernelArgumentError before it changes anything.
+    fits (``step_requests.ring_entries``), ``first_position`` is 0. No step with this row may be in flight on
+    another stream, and on a GPU nothing is waited for. Raises KernelArgumentError before it changes anything.
     """
     state.check_hot_pages(row, capacity, hot_pages)
     check_tensor("hot_pages", hot_pages, dtypes=INTEGERS, shape=(None,), device=torch.device("cpu"))
