@@ -19,18 +19,19 @@ from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.runner import Launched
 from hisparse_pd.decode_node.step_plan import Exchange, Fill, StepPlan
 from hisparse_pd.engine.lockstep import NodeStep
-from tests.unit.decode_node.speculation_support import HOT_BUFFER, PROMPTS, TOP_K, harness
+from tests.unit.decode_node.speculation_support import HOT_BUFFER, MAX_DRAFTS, PROMPTS, TOP_K, drafts, harness
 from tests.unit.decode_node.support import Answer, Checkpoint, EngineHarness, Prompt
 
 NUM_NEW = 20
-CHECKPOINT = "tied"
+CHECKPOINT = "drafting"
 SMALL = TOP_K + 16
 LONG = PROMPTS[-3:]
 
 
-@pytest.fixture
-def node(checkpoint: Checkpoint, tmp_path: Path) -> Iterator[EngineHarness]:
-    with closing(harness(checkpoint, tmp_path, speculative_num_steps=0)) as node:
+@pytest.fixture(params=[0, pytest.param(MAX_DRAFTS, id="drafts")])
+def node(request: pytest.FixtureRequest, checkpoint: Checkpoint, tmp_path: Path) -> Iterator[EngineHarness]:
+    """A node whose steps verify no drafts, or as many as they may."""
+    with closing(harness(checkpoint, tmp_path)) as node, drafts(node, request.param):
         yield node
 
 
