@@ -85,9 +85,6 @@ class Node:
     """From the device to the host pool."""
     lane_rate: float = 20e9
     """From the prefill node, which has each prompt cached."""
-    shrink_secs: float = 0.0022
-    growth_secs: float = 0.0004
-    """The times that a hot buffer's change takes, in which no step runs."""
     slice_bytes: int = 32 << 20
     """Most bytes of a slice of pages that are filled beside a step."""
     growth_tokens: int = 1024
@@ -199,6 +196,8 @@ class Simulation:
         """The entries of hot buffers that positions have; misses take the others."""
         self._unfilled: dict[Request, float] = {}
         """The bytes that pages still lack which are filled beside steps."""
+        self._sitting_out: set[Request] = set()
+        """Requests whose device slots change beside the next step, which they sit out."""
         self.outcome = Outcome()
 
     def run(self) -> Outcome:
@@ -231,7 +230,9 @@ class Simulation:
             self._carry_out(plan)
             self._go_on()
             running = self._requests.select(RequestState.RUNNING)
-            batch = [r for r in running if not r.is_filling and r.has_slots_for_next and r.has_next_step]
+            may_run = (r for r in running if not r.is_filling and r not in self._sitting_out)
+            batch = [r for r in may_run if r.has_slots_for_next and r.has_next_step]
+            self._sitting_out.clear()
             if batch:
                 self._step(batch)
             elif len(self._requests) and not (running or self._landed_at or self._pausing):
@@ -279,9 +280,7 @@ class Simulation:
     def _exchange(self, exchange: Exchange) -> None:
         request, node = exchange.request, self._node
         self.outcome.num_exchanges += 1
-        self._now += (
-            node.growth_secs if 0 < request.hot_capacity < exchange.hot_capacity else node.shrink_secs
-        )
+        self._sitting_out.add(request)
         self._unfilled.pop(request, None)
         self._requests.grow_for_exchange(exchange)
         if request.mode is Mode.DENSE:  # no step runs while all that it has is copied
@@ -334,6 +333,7 @@ class Simulation:
             if request.has_next_step:
                 del self._num_hot[request]
                 self._requests.end_fill(request)
+                self._sitting_out.add(request)
 
     def _step(self, batch: Sequence[Request]) -> None:
         node, num_missed, num_hot = self._node, 0.0, 0

@@ -22,8 +22,6 @@ NODE = Node(
     request_secs=0.036e-3,
     hot_secs=0.0045e-3,
     hit_share=0.65,
-    shrink_secs=0.0,
-    growth_secs=0.0,
 )
 """A node whose device pool holds 16 dense requests of 8k, and whose hot buffers change at no cost."""
 
