@@ -234,18 +234,17 @@ class PlanMoves:
         request.is_filling = True
         self._do_or_fail(self.tables.start, "started", now, request)
 
-    def filled(self) -> list[Request]:
-        """Return the requests whose pages are filled. They become resident by ``enter_pages``."""
+    def enter_pages(self, now: float) -> set[Request]:
+        """Make requests resident whose pages are filled. Returns those that are in the step in flight: they
+        do not become resident yet."""
         with_pages = (r for r in self.requests.select(RequestState.RUNNING) if r.num_page_slots > 0)
-        return [r for r in with_pages if r.has_next_step and self.tables.is_ready(r)]
-
-    def enter_pages(self, now: float) -> None:
-        """Make requests resident whose pages are filled, unless they are in the step in flight."""
-        for request in self.filled():
+        filled = [r for r in with_pages if r.has_next_step and self.tables.is_ready(r)]
+        for request in filled:
             if not request.num_in_flight and self._do_or_fail(
                 self.tables.enter_pages, "made resident", now, request
             ):
                 self.requests.end_fill(request)
+        return {request for request in filled if request.num_in_flight}
 
     def fill_rows(self, now: float, link_share: float = 0.0) -> None:
         """Launch the next slices of rows and pages that are being filled, and note which rows are filled.

@@ -93,10 +93,10 @@ class StepLine:
         if not self.may_follow():
             self.settle()
         self._sitting_out = set()
-        self._plan_moves.enter_pages(now)
+        filled = self._plan_moves.enter_pages(now)
         plan = self.next_plan.make(now)
         changing = {exchange.request for exchange in plan.exchanges if exchange.request.num_in_flight}
-        leaving = changing.union(self._plan_moves.filled())
+        leaving = filled | changing
         if (changing and self._is_put_off) or (leaving and leaving.issuperset(self.next_batch())):
             self.settle()
             self._plan_moves.enter_pages(now)
