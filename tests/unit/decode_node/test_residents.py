@@ -247,9 +247,13 @@ def test_tokens_equal_the_oracle_when_pages_are_given_up_before_they_are_filled(
     exchanges = Exchanges(node, monkeypatch)
     slowly(node, monkeypatch, 60)
     answers = hisparse_answers(node, LONG, NUM_NEW)
+    node.begin_together(answers)
     node.turn_until(lambda: filling(node))
-    answers += [node.generate(prompt, NUM_NEW, by_turns(n)) for n, prompt in enumerate(PROMPTS[3:9])]
-    node.finish(answers, expected)
+    others = [node.generate(prompt, NUM_NEW, by_turns(n)) for n, prompt in enumerate(PROMPTS[3:9])]
+    with monkeypatch.context() as held_back:  # else the first ones may have ended when the others come
+        held_back.setattr(node.engine, "_step", lambda: False)
+        node.turn_until(lambda: len(node.engine.requests.select(RequestState.WAITING)) == len(others))
+    node.finish([*answers, *others], expected)
     assert exchanges.num_fills_ended > 0
     node.turn_until(lambda: not node.engine.requests.select(RequestState.ENDING))
     assert node.engine.requests.available == node.engine.limits.totals
