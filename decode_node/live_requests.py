@@ -246,6 +246,10 @@ class LiveRequests(RequestIndex):
         if keys := request.usable_keys[: fill.num_resident_pages]:
             request.resident_prefix = self.held.use(keys, RESIDENT_POOLS)
 
+    def give_back_resident(self, request: Request) -> None:
+        """Undo ``use_resident`` for a request whose pages are not filled after all."""
+        self._leave_residents(request)
+
     def begin_fill(self, fill: Fill) -> None:
         """Give a request with a hot buffer, after ``use_resident``, device pages for all of its tokens, which
         are filled beside its steps. Raises PoolExhausted."""

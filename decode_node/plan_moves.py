@@ -37,6 +37,10 @@ from hisparse_pd.protocol.messages import TOKEN_BYTES, Bootstrap, HeldKv
 log = logging.getLogger(__name__)
 
 
+class _SlotsKept(Exception):
+    """A request for which an exchange has failed keeps its slots, because its row cannot be emptied now."""
+
+
 class _Landing(NamedTuple):
     """An admitted request. Its landing zone is not prepared yet, and nobody knows of it."""
 
@@ -61,17 +65,24 @@ class PlanMoves:
     """Requests whose Bootstrap waits for the keys of their held prefix, which the prefill node may read."""
 
     def carry_out(self, plan: StepPlan, now: float) -> None:
-        """Do what the scheduler has planned."""
+        """Do what the scheduler has planned. If an exchange fails and its request keeps its slots, the next
+        plan does the rest, and does not count on these slots."""
         landings: list[_Landing | None] = []
-        plan.carry_out(
-            wait_for_node=lambda request: self.queue.wait_for_node(request, now),
-            use_held=self.requests.use_held,
-            use_resident=self.requests.use_resident,
-            exchange_slots=lambda exchange: self._exchange(exchange, now),
-            begin_fill=lambda fill: self._begin_fill(fill, now),
-            grow=lambda growth: self._grow(growth, now),
-            admit=lambda admission: landings.append(self.reserve(admission, now)),
-        )
+        try:
+            plan.carry_out(
+                wait_for_node=lambda request: self.queue.wait_for_node(request, now),
+                use_held=self.requests.use_held,
+                use_resident=self.requests.use_resident,
+                exchange_slots=lambda exchange: self._exchange(exchange, now),
+                begin_fill=lambda fill: self._begin_fill(fill, now),
+                grow=lambda growth: self._grow(growth, now),
+                admit=lambda admission: landings.append(self.reserve(admission, now)),
+            )
+        except _SlotsKept:  # no fill or admission has begun
+            for admission in plan.admissions:
+                self.requests.give_back_held(admission.request)
+            for fill in plan.fills:
+                self.requests.give_back_resident(fill.request)
         self._begin_landings([landing for landing in landings if landing is not None], now)
 
     def reserve(self, admission: Admission, now: float) -> _Landing | None:
@@ -175,7 +186,8 @@ class PlanMoves:
         self._fill_row(request, now)
 
     def _exchange(self, exchange: Exchange, now: float) -> None:
-        """Give a running request, which must be in no step, a hot buffer for its device slots."""
+        """Give a running request, which must be in no step, a hot buffer for its device slots. Raises
+        _SlotsKept."""
         request = exchange.request
         if request.num_in_flight:
             raise RuntimeError(f"room {request.room}: it is in a step, which uses its device slots")
@@ -184,6 +196,8 @@ class PlanMoves:
         change = self._resize if request.hot_capacity else self._leave_pages
         if change(exchange, now):
             self.metrics.add("retractions_total", request.num_retractions - num_before)
+        elif request.state is not RequestState.ENDED:
+            raise _SlotsKept
 
     def _resize(self, exchange: Exchange, now: float) -> bool:
         """Give a hot buffer another size in place. Returns whether that worked; if not, the request fails."""
