@@ -15,6 +15,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from hisparse_pd.base.log_limit import LogLimiter
 from hisparse_pd.base.vocabulary import MAX_RANKS
 from hisparse_pd.protocol.decoding import TypedDecoder
 from hisparse_pd.router.kv_follower import KvFollower
@@ -75,6 +76,7 @@ class HealthWatch:
         self._with_load = with_load
         self._num_timeouts: dict[Node, int] = {}
         self._tasks: list[asyncio.Task[None]] = []
+        self._logged = LogLimiter()
 
     async def start(self) -> None:
         if self._follows_events:
@@ -133,7 +135,17 @@ class HealthWatch:
         while True:
             recovery_secs = min(self._interval_secs, RECOVERY_INTERVAL_SECS)
             await asyncio.sleep(self._interval_secs if node.healthy else recovery_secs)
-            await self.check(node)
+            try:
+                await self.check(node)
+            except Exception:  # the router's own fault; without this task nobody would check the node again
+                self._num_timeouts[node] = 0
+                if self._logged.permits(node):
+                    log.exception(
+                        "the health check of %s failed in the router itself; the node stays %s until a check "
+                        "succeeds. If this line comes again, report it and restart the router",
+                        node.name,
+                        "healthy" if node.healthy else "unhealthy",
+                    )
 
 
 def _by_rank(loads: Sequence[_Load]) -> list[int]:

@@ -1,7 +1,7 @@
-"""Limits log lines about what other machines send, which they may repeat any number of times.
+"""Limits log lines about what other machines send or what goes wrong again and again.
 
-Control channels, same-host lanes, the check of API keys, the prefill node and the export of traces ask a
-``LogLimiter`` before such a line.
+Control channels, same-host lanes, the check of API keys, both nodes, the router's health checks and the
+export of traces ask a ``LogLimiter`` before such a line.
 """
 
 from __future__ import annotations

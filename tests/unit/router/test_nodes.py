@@ -193,6 +193,36 @@ async def test_a_node_is_unhealthy_after_two_timeouts_in_a_row(
     assert node.healthy is is_healthy
 
 
+async def test_a_fault_of_the_router_does_not_end_the_checks_of_a_node(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The node keeps its health until a check succeeds, and the log says so once."""
+    num_faults, has_started = 0, False
+
+    class Calls(NodeCalls):
+        async def get(self, node: Node, *asked: object) -> tuple[int, bytes]:
+            nonlocal num_faults
+            if not has_started:
+                return 200, b"{}"
+            if node is watched and num_faults < 3:
+                num_faults += 1
+                assert node.healthy
+                raise ValueError("label too long")
+            return 503, b"{}"
+
+    pool = pool_of()
+    watched = pool.nodes[0]
+    watch = HealthWatch(pool, Calls(1.0), 0.001, with_load=False)
+    await watch.start()
+    has_started = True
+    await until(lambda: not watched.healthy)
+    await watch.stop()
+    assert (num_faults, watched.trouble) == (3, "/health answered 503")
+    (record,) = (record for record in caplog.records if record.levelname == "ERROR")
+    assert f"{watched.name} failed in the router itself; the node stays healthy" in record.getMessage()
+    assert record.exc_info is not None
+
+
 # --- what nodes have of a prompt ---------------------------------------------------------------------
 
 
