@@ -137,17 +137,32 @@ class EndMoves:
         """Fail a request whose last step read a row that is not what was written. If it is ENDING, only keep
         its KV from being held. The tokens that it has emitted are right, because a step's results tell of a
         wrong row before the step's own tokens are emitted."""
-        wrong = self.tables.wrong_row(request)
-        kind = wrong_row_kind(wrong, request.first_own_position)
-        pool = PoolKind.HOST if wrong.is_on_host else PoolKind.DEVICE
-        error = self.requests.set_aside.record_wrong_row(kind, pool, wrong.item)
-        page = wrong.item.position // self.tables.page_size
+        page, error = self._set_wrong_row_aside(request)
         for key in request.usable_keys[page : page + 1]:
             self.requests.held.drop_copies(key)
         if request.state is RequestState.RUNNING:
             self.fail(request, 500, error, now, KV_ROW_CORRUPT)
         else:
             request.is_sound = False
+
+    def _set_wrong_row_aside(self, request: Request) -> tuple[int, str]:
+        """Set the page of a request's wrong row aside. Returns its place among the request's pages, and the
+        error. If nobody can read which row it is, as without memory for that, no page is set aside, and the
+        place is that of the first page, behind which all others come.
+
+        Raises torch.AcceleratorError when the device is lost.
+        """
+        try:
+            wrong = self.tables.wrong_row(request)
+        except torch.AcceleratorError:
+            raise
+        except Exception as cause:
+            log.exception("the wrong row of room %d cannot be told; no page is set aside", request.room)
+            return 0, f"a row of its KV is not what was written, and cannot be told from the others: {cause}"
+        kind = wrong_row_kind(wrong, request.first_own_position)
+        pool = PoolKind.HOST if wrong.is_on_host else PoolKind.DEVICE
+        error = self.requests.set_aside.record_wrong_row(kind, pool, wrong.item)
+        return wrong.item.position // self.tables.page_size, error
 
     # --- the way out --------------------------------------------------------------------------------
 

@@ -230,7 +230,7 @@ def wrong_row(state: HotBufferState, row: int) -> WrongRow:
     read_at = ReadAt(values[WrongRowField.READ_AT])
     # Swap-in, warm-up and the fill of a resident row, whose copies count as swap-ins, read in the host pool;
     # all else is read in the device pool.
-    is_warm_up = read_at is ReadAt.START and bool(state.capacity[row] > 0)
+    is_warm_up = read_at is ReadAt.START and int(state.capacity[row]) > 0
     is_on_host = is_warm_up or read_at is ReadAt.SWAP_IN
     layer, position, slot, expected, actual = values[WrongRowField.LAYER : WrongRowField.ACTUAL + 1]
     item = WrongItem(layer, position, slot, expected & 0xFFFFFFFF, actual & 0xFFFFFFFF)

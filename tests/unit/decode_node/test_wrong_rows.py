@@ -237,6 +237,29 @@ def test_a_held_prefix_with_a_wrong_row_is_dropped(node: EngineHarness, flag: Hi
 
 
 @pytest.mark.I7
+@pytest.mark.I9
+def test_a_wrong_row_that_cannot_be_told_ends_its_request_only(node: EngineHarness) -> None:
+    """No page of its prompt is found any more, though none is set aside."""
+    prompt, other = random_prompt(7, 50), random_prompt(2, 60)
+    right, before = node.ask(prompt, 4, HISPARSE).token_ids, num_found(node)
+    kind, _ = first_held(node).kinds
+    slot = first_held(node).extents(kind)[0].start + 20
+    unreadable = raising(torch.OutOfMemoryError("1 MiB wanted"))
+    with (
+        patch.object(prefix_scrub.PrefixScrub, "verify_next"),  # the scrub would find it first
+        patch.object(node.engine.tables, "wrong_row", unreadable),
+    ):
+        flip(node, kind, 1, slot)
+        doomed, spared = node.generate(prompt, 4, HISPARSE), node.generate(other, 6, HISPARSE)
+        failure = node.failure_of(doomed, status=500, error="cannot be told from the others: 1 MiB wanted")
+        assert len(node.tokens_of(spared)) == 6
+    assert (failure.code, doomed.token_ids) == (KV_ROW_CORRUPT, [])
+    assert num_found(node) == before
+    again = node.ask(prompt, 4, HISPARSE)
+    assert (again.stats.num_held_tokens, again.token_ids) == (0, right)
+
+
+@pytest.mark.I7
 def test_a_stretch_that_cannot_be_verified_ends_no_engine(node: EngineHarness) -> None:
     """It is verified when its turn comes again."""
     prompt = random_prompt(8, 90)
