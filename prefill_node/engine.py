@@ -292,7 +292,8 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         )
 
     def close(self) -> None:
-        """Fail every request, wait a bounded time for writes in flight, and release sockets and memory."""
+        """Fail every request, wait for copies under way, and a bounded time for writes in flight, and release
+        sockets and memory."""
         super().close()
         now_secs = time.monotonic()
         for request in list(self.life.requests):
@@ -301,6 +302,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         is_quiet &= self._held_reads.close(CLOSE_TIMEOUT_SECS)
         for completion in self.sender.poll():
             self.life.batch_returned(completion, now_secs)
+        self.life.pages.settle()  # copies use decode nodes' memory and this node's, which are closed below
         is_store_quiet = self._store_threads is None or self._store_threads.close(CLOSE_TIMEOUT_SECS)
         self.control.close()
         self._wakeup.close()

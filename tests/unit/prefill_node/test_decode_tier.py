@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -224,6 +224,64 @@ def test_a_gpu_copies_what_the_decode_node_holds_layer_by_layer(
     assert len(gpu.recorded) == gpu.num_parts
     assert 0 < gpu.most_calls <= MOST_LONG
     assert gpu.num_pinned == 0
+
+
+class SlowCopy:
+    """The event behind a copy that is over once somebody waits for it."""
+
+    is_over = False
+
+    def query(self) -> bool:
+        return self.is_over
+
+    def synchronize(self) -> None:
+        self.is_over = True
+
+
+class SlowStream(SideStream):
+    """A stream on which copies are over once somebody waits for them."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.copies: list[SlowCopy] = []
+
+    def record(self) -> torch.cuda.Event:
+        self.copies.append(SlowCopy())
+        return cast(torch.cuda.Event, self.copies[-1])
+
+
+def test_an_engine_that_closes_waits_for_copies_from_a_decode_node(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only then is the decode node's memory unmapped. The request of the copy has failed before."""
+
+    def out_of_memory(batch: object) -> None:
+        raise torch.OutOfMemoryError("4 GiB wanted")
+
+    with engine_thread(tiny, tmp_path / "front") as engine, decode_peer(engine) as peer:
+        assert peer.register(lane=peer.lane_host.offer).lane == "shm"
+        mapping = engine.engine.lanes.pairs[peer.transfer.session].mapping
+        assert mapping is not None
+        tokens, gpu = prompt(18, 140), CopiedByGpu()
+        before = held_elsewhere(engine, peer, tokens)
+        monkeypatch.setattr(gpu, "stream", stream := SlowStream())
+        monkeypatch.setattr(gpu, "unpin", mapping.unpin)
+
+        def pinned(session: str) -> CopiedByGpu:
+            mapping.pin()
+            return gpu
+
+        tier = engine.life.pages.decode_tier
+        of_gpu: Any = {"pinned": pinned, "arrivals": gpu}
+        monkeypatch.setattr(tier, "_memory", tier._memory._replace(**of_gpu))
+        engine.before_run = out_of_memory
+        next_turn(peer, before, tokens[:132] + prompt(19, 30), num_held=128)
+        assert "4 GiB wanted" in peer.expect(RoomFailed).error
+        (copy,) = stream.copies
+        assert not copy.is_over
+        engine.close()
+        assert copy.is_over
+        assert all(mapped.closed for mapped in mapping.maps)
 
 
 def test_requests_share_pages_under_their_own_root_only(engine: EngineThread, peer: DecodePeer) -> None:
