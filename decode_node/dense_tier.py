@@ -46,6 +46,9 @@ DENSE: Final = KV_POOLS[Mode.DENSE]
 HISPARSE: Final = KV_POOLS[Mode.HISPARSE]
 MAX_QUEUED: Final = 256
 """Most ended requests whose pages wait to be copied down. Beyond that, the first are not copied."""
+MOST_BEGUN: Final = 8
+"""Most ended requests that one turn of the loop begins to copy. The books of each take 0.1 ms, and the launch
+of its copy comes on top; many requests may end with one step."""
 MOST_TAKEN: Final = 0.5
 """The largest part of the available host slots that a copy may take. Nobody can give these up while the copy
 is under way, and running requests need some to grow."""
@@ -281,9 +284,9 @@ class DenseTier:
     # --- copies --------------------------------------------------------------------------------------
 
     def poll(self) -> None:
-        """Note which copies are over, and begin those that wait."""
+        """Note which copies are over, and begin some of those that wait; the next calls begin the others."""
         self._finish()
-        for _ in range(len(self._queue)):
+        for _ in range(min(MOST_BEGUN, len(self._queue))):
             left = self._queue.popleft()
             if not self._begin(left):
                 self._queue.append(left)

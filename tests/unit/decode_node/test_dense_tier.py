@@ -13,7 +13,7 @@ from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.extents import extents_to_slots
 from hisparse_pd.core.paging.pools import PoolKind, SlotCounts
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PromptKeys
-from hisparse_pd.decode_node import held_matches
+from hisparse_pd.decode_node import dense_tier, held_matches
 from hisparse_pd.decode_node.held_matches import HeldMatches, num_shareable_pages
 from hisparse_pd.decode_node.key_pages import KeyPages
 from hisparse_pd.decode_node.memory import DecodeMemory, slots_tensor
@@ -240,6 +240,24 @@ def test_a_longer_turn_that_ends_beside_the_copy_of_the_one_before_is_copied_beh
     assert books.num_found((*FIRST[:16], *SECOND)) == (8, 4)
     books.copied()
     assert books.num_found((*FIRST[:16], *SECOND)) == (8, 8)
+
+
+@pytest.mark.I8
+def test_a_turn_begins_few_copies_and_the_others_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense_tier, "MOST_BEGUN", 2)
+    books, prompts = Books(), [(number,) * 5 for number in range(1, 6)]
+    for prompt in prompts:
+        request = books.land(prompt)
+        books.run(request, prompt)
+        end(books.rooms, request, is_sound=True)
+    num_begun = []
+    for _ in range(3):
+        books.rooms.fetched()
+        num_begun.append(len(books.copies.under_way))
+        books.copies.finish()
+    books.copied()
+    assert num_begun == [2, 2, 1]
+    assert [books.num_found(prompt) for prompt in prompts] == [(1, 1)] * 5
 
 
 @pytest.mark.I2
