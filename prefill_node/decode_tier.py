@@ -23,7 +23,6 @@ from functools import partial
 from typing import Final
 
 from hisparse_pd.base.prefill_settings import HeldReads
-from hisparse_pd.core.paging.extents import total_length
 from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.core.paging.prompt_keys import PageKey
@@ -125,7 +124,7 @@ class DecodeTier:
         if request.room in self.parts:  # it has begun anew, and its last read is not over
             return False
         plan = ReadPlan(request.bootstrap, held, request.peer, self._memory.regions, page_size)
-        num_tokens = held.num_prefilled_tokens if self._which == "prompts" else total_length(held.kv_extents)
+        num_tokens = held.num_prefilled_tokens if self._which == "prompts" else request.num_readable_tokens
         keys = request.reusable_keys(page_size)[: num_tokens // page_size if plan.has_all else 0]
         num_cached = self._prefixes.num_found(keys, CACHE_POOLS)
         num_missing = len(keys) - num_cached

@@ -16,6 +16,7 @@ from enum import Enum, auto
 import numpy as np
 import numpy.typing as npt
 
+from hisparse_pd.core.paging.extents import total_length
 from hisparse_pd.core.paging.pools import Holding, PoolKind
 from hisparse_pd.core.paging.prefix import Prefix, is_on_its_way
 from hisparse_pd.core.paging.prompt_keys import PageKey
@@ -84,6 +85,8 @@ class PrefillRequest:
     token_ids: npt.NDArray[np.int32] = field(init=False)
     """All tokens of the prompt, even the last one, which is not computed here: a view of the Bootstrap's
     bytes."""
+    num_readable_tokens: int = field(init=False)
+    """Leading tokens that its decode node lets this node read (``HeldKv``), which each plan asks for."""
 
     # What it owns from COMPUTING on.
     page_ids: list[int] = field(default_factory=list)
@@ -117,6 +120,8 @@ class PrefillRequest:
 
     def __post_init__(self) -> None:
         self.token_ids = unpack_token_ids(self.bootstrap.prompt)
+        held = self.bootstrap.held
+        self.num_readable_tokens = 0 if held is None else total_length(held.kv_extents)
         self.phases = PhaseLog(PREFILL_PHASES, self.since_secs)
 
     @property

@@ -86,6 +86,7 @@ class Request:
     keys: list[PageKey]
     bootstrap: Any
     held_pages: list[int]
+    num_readable_tokens: int
     peer: Any = field(
         default_factory=lambda: SimpleNamespace(
             session="decode",
@@ -232,9 +233,10 @@ class Reads(RuleBasedStateMachine):
         for page, key in zip(held_pages, keys, strict=False):
             self.held[page], self.held[page + 1] = key, WRONG
         extents = tuple(Extent(page * PAGE_SIZE, PAGE_SIZE) for page in held_pages)
-        held = HeldKv(extents, extents, len(extents) * PAGE_SIZE) if extents else None
+        num_held_tokens = len(extents) * PAGE_SIZE
+        held = HeldKv(extents, extents, num_held_tokens) if extents else None
         bootstrap = SimpleNamespace(held=held, hisparse=True)
-        self.waiting.append(Request(Room(self.num_rooms), keys, bootstrap, held_pages))
+        self.waiting.append(Request(Room(self.num_rooms), keys, bootstrap, held_pages, num_held_tokens))
 
     @rule(data=st.data())
     @precondition(lambda self: self.waiting)
@@ -660,6 +662,29 @@ def test_the_histories_have_reads_that_arrive() -> None:
     assert machine.tier.counts.num_tokens == 4 * PAGE_SIZE
     machine.nothing_is_lost_or_twice()
     machine.pages_hold_what_their_keys_say()
+    machine.teardown()
+
+
+class Untouched(tuple[Extent, ...]):
+    """Extents that nobody may go through."""
+
+    def __iter__(self) -> Iterator[Extent]:
+        raise AssertionError("a plan goes through the extents of a request that only waits")
+
+
+@pytest.mark.I8
+def test_a_plan_goes_through_extents_only_to_read_them() -> None:
+    machine = Reads()
+    machine.arrive((0, 0, 0, 0, 1), 4)
+    (request,) = machine.waiting
+    asked: Any = request
+    held = request.bootstrap.held
+    request.bootstrap.held = HeldKv(Untouched(held.kv_extents), Untouched(held.index_extents), 8)
+    machine.tier.pauses.pause(request.peer)
+    assert not machine.tier.fetch(asked, 5)
+    request.bootstrap.held = held
+    machine.now += PAUSE_SECS
+    assert machine.tier.fetch(asked, 5)
     machine.teardown()
 
 
