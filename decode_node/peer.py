@@ -51,8 +51,8 @@ class Peer:
     """When its time to register this node began: when it was connected, was last heard, or lost the
     connection, whichever is latest. A peer that lets this time pass is given up."""
     register_sent_at: float = 0.0
-    heard_at: float = 0.0
-    """When its last message came."""
+    heard_at: float = float("-inf")
+    """When its last message came; before the first, longer ago than any time."""
     beat_at: float = 0.0
     """When the last heartbeat was sent to it."""
     num_unanswered: int = 0

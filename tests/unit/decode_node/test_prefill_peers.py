@@ -19,6 +19,7 @@ from hisparse_pd.decode_node.peer_events import InstanceGone, PeerLost, PeerRead
 from hisparse_pd.decode_node.prefill_peers import PrefillPeers
 from hisparse_pd.protocol.bootstrap import BootstrapInfo, BootstrapLookupError, look_up
 from hisparse_pd.protocol.channels import ControlAddressError, ControlKeys
+from hisparse_pd.protocol.messages import HeartbeatAck
 from tests.unit.decode_node.peers_support import PrefillNode, make_peers, poll_until
 from tests.unit.protocol.examples import GEOMETRY
 from tests.waiting import NEVER_SECS, WAIT_SECS, wait_until
@@ -111,6 +112,25 @@ def test_a_peer_that_was_cut_off_is_registered_with_again_and_not_lost(
     events = poll_until(peers, {prefill.address}, lambda _: not peers.num_registered, prefill.answer)
     events += poll_until(peers, {prefill.address}, lambda _: peers.num_registered, prefill.answer)
     assert set(events) == {PeerReady(prefill.address, "first-0")}  # again for a Register that was repeated
+
+
+def test_a_peer_that_has_said_nothing_opens_no_memory(keys: ControlKeys, prefill: PrefillNode) -> None:
+    """Nor soon after the machine has booted, when the clock begins."""
+    prefill.refusal = HeartbeatAck(0, "first-0")
+    with closing(make_peers(keys)) as peers:
+        poll_until(
+            peers,
+            {prefill.address},
+            lambda _: "no answer to the registration" in peers.last_error(prefill.address),
+            lambda: None,
+        )
+        assert not peers.is_opening(prefill.address, 0.0)
+        poll_until(
+            peers,
+            {prefill.address},
+            lambda _: peers.is_opening(prefill.address, time.monotonic()),
+            prefill.answer,
+        )
 
 
 def test_a_peer_that_does_not_come_back_is_lost(
