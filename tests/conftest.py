@@ -5,10 +5,12 @@ import functools
 import gc
 import os
 import re
+import shlex
 import shutil
 import signal
+import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -70,6 +72,20 @@ def shared_pair(file: str) -> str | None:
         name for name in SHARED_PAIRS if f" {name}: Deployment" in text or f"({name}: Deployment" in text
     )
     return next((name for name in asked if f"def {name}(" not in text), None)
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None:
+    """With ``--dist loadfile``, fork pytest's processes from one that has imported torch.
+
+    Not beside a GPU, whose libraries may start threads when they are imported, nor where coverage is
+    measured, which begins with a process.
+    """
+    is_plain = shutil.which("nvidia-smi") is None and "COVERAGE_PROCESS_CONFIG" not in os.environ
+    if is_plain and config.getoption("dist") == "loadfile":
+        directory = config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
+        for spec in specs:
+            spec.python = shlex.join([sys.executable, "-m", "tests.forked_worker", str(directory)])
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist

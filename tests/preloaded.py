@@ -6,6 +6,9 @@ that goes on as ``python -m MODULE ARGUMENTS`` would, with a session, output and
 a service starts by ``multiprocessing``, its engines and further fronts, is forked as well, and gets what a
 spawned child would get: the pickled process, no other descriptor, and no signal handler.
 
+pytest-xdist's processes are forks, too (``tests/forked_worker.py``): each goes on as ``python -c CODE``
+would.
+
 Forks share what would differ between two interpreters, such as the seed of hashes. Therefore
 ``test_failures`` starts a decode node by the command, and ``test_wheel`` all services.
 """
@@ -32,6 +35,7 @@ from multiprocessing import popen_spawn_posix, reduction, util
 from multiprocessing.context import set_spawning_popen
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import ModuleType
 from typing import Any, BinaryIO
 
 NAME = "tests.preloaded"
@@ -50,6 +54,7 @@ MODULES = (
     ),
     *("transformers.modeling_utils", "transformers.generation.utils", "llguidance"),
     "transformers.models.deepseek_v32.modeling_deepseek_v32",  # of most tests' checkpoints
+    "openai",  # of tests alone
 )
 MAX_ORDER_BYTES = 1 << 17
 CONNECT_TIMEOUT_SECS = 60.0
@@ -104,14 +109,21 @@ class Preloaded:
     def start(
         self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: BinaryIO
     ) -> ForkedService:
+        order = {"module": module, "arguments": list(arguments), "environment": dict(environment)}
+        return self._order(order, [log.fileno()])
+
+    def run_code(self, code: str, environment: Mapping[str, str]) -> ForkedService:
+        """Start a fork that runs ``code`` with this process's input, output, errors and session."""
+        return self._order({"code": code, "environment": dict(environment)}, [0, 1, 2])
+
+    def _order(self, order: Mapping[str, Any], streams: list[int]) -> ForkedService:
         if self._socket is None:
             with open(self._directory / "preloaded.lock", "w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 self._socket = self._connected() or self._started()
-        order = {"module": module, "arguments": list(arguments), "environment": dict(environment)}
         reader, writer = os.pipe()
         try:
-            socket.send_fds(self._socket, [json.dumps(order).encode()], [log.fileno(), writer])
+            socket.send_fds(self._socket, [json.dumps(order).encode()], [writer, *streams])
         finally:
             os.close(writer)
         told = open(reader, "rb")  # noqa: SIM115, the service closes it
@@ -146,6 +158,7 @@ class Preloaded:
             subprocess.run(
                 command,
                 stdin=subprocess.DEVNULL,
+                stdout=2,  # not that of a process whose end is seen from the end of its output
                 pass_fds=[listener.fileno()],
                 cwd=REPO,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
@@ -160,7 +173,7 @@ class Preloaded:
 
 
 def main() -> None:
-    """Fork a service for each order, until no connection is left."""
+    """Fork a process for each order, until no connection is left."""
     listener = socket.socket(fileno=int(sys.argv[1]))
     gc.disable()
     for module in MODULES:
@@ -172,6 +185,7 @@ def main() -> None:
     if os.fork() != 0:
         return  # the process that started this one waits no longer
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the parents of services
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the tests, too, which end first
     tests: list[socket.socket] = []
     while True:
         readable, _, _ = select.select([listener, *tests], [], [], CONNECT_TIMEOUT_SECS)
@@ -180,14 +194,14 @@ def main() -> None:
                 tests.append(listener.accept()[0])
                 tests[-1].send(b"\n")
                 continue
-            order, descriptors, *_ = socket.recv_fds(each, MAX_ORDER_BYTES, 2)
+            order, descriptors, *_ = socket.recv_fds(each, MAX_ORDER_BYTES, 4)
             if not order:
                 tests.remove(each)
                 each.close()
             elif os.fork() == 0:
                 for ours in (listener, *tests):
                     ours.close()
-                serve(json.loads(order), *descriptors)
+                fork(json.loads(order), *descriptors)
                 return
             else:
                 close_all(*descriptors)
@@ -195,28 +209,49 @@ def main() -> None:
             return
 
 
-def serve(order: dict[str, Any], log: int, told: int) -> None:
-    """Fork the service; report its pid and, at its end, its exit status. Returns in the service alone."""
+def fork(order: dict[str, Any], told: int, *streams: int) -> None:
+    """Fork what is ordered; report its pid and, at its end, its exit status. Returns in the fork alone."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     pid = os.fork()
     if pid != 0:
-        os.close(log)
+        close_all(*streams)
         _, status = os.waitpid(pid, 0)
         os.write(told, f"{os.waitstatus_to_exitcode(status)}\n".encode())
         os._exit(0)
-    os.setsid()
-    os.write(told, f"{os.getpid()}\n".encode())  # from here on its group can be killed
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if "module" in order:
+        os.setsid()
+    os.write(told, f"{os.getpid()}\n".encode())  # from here on the group of a service can be killed
     os.close(told)
-    for stream in (1, 2):
-        os.dup2(log, stream)
-    os.close(log)
     os.environ.clear()
     os.environ.update(order["environment"])
     tempfile.tempdir = None  # as the environment has it
+    if "module" in order:
+        serve(order["module"], order["arguments"], *streams)
+    else:
+        run_code(order["code"], streams)
+
+
+def serve(module: str, arguments: list[str], log: int) -> None:
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.close(log)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup pytest's processes, which are forks, ignore it
     spawning: Any = popen_spawn_posix.Popen
     spawning._launch = fork_instead_of_spawning
-    sys.argv = [NAME, *order["arguments"]]
-    runpy.run_module(order["module"], run_name="__main__", alter_sys=True)
+    sys.argv = [NAME, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def run_code(code: str, streams: Sequence[int]) -> None:
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+    close_all(*streams)
+    # pytest wants to rewrite the asserts of plugins, and this one is imported already.
+    sys.modules["anyio"].__doc__ = "PYTEST_DONT_REWRITE"
+    sys.argv = ["-c"]
+    sys.modules["__main__"] = main_module = ModuleType("__main__")
+    exec(code, vars(main_module))
 
 
 def fork_instead_of_spawning(popen: Any, process: BaseProcess) -> None:
