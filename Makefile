@@ -105,6 +105,7 @@ test-fast: $(READY) ## unit tests that need no torch: protocol, plans, router, H
 test-full: $(READY) ## what takes longer: the full oracle matrix, failures, more examples of each property; some 19 minutes
 	$(BIN)/python -m pytest -n $(SLOW_TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m slow $(TEST_ARGS)
 	MANY_EXAMPLES=1 $(BIN)/python -m pytest -n $(SLOW_TEST_PROCESSES) --dist loadfile tests/property $(TEST_ARGS)
+	MANY_EXAMPLES=1 $(BIN)/python -m pytest -n $(SLOW_TEST_PROCESSES) --dist loadfile -m "hypothesis and not slow" tests/unit $(TEST_ARGS)
 
 test-gpu: $(READY) ## the tests that need an NVIDIA GPU: its kernels, and the pair's own tests with both nodes on it
 	$(BIN)/python -m pytest -o addopts="-ra" -n $(GPU_TEST_PROCESSES) --dist loadfile tests/gpu

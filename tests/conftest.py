@@ -18,6 +18,7 @@ from typing import Any
 import hypothesis
 import pytest
 
+from tests.examples import num_examples
 from tests.preloaded import Preloaded
 
 # Several processes share the cores; with a thread pool each, the tiny matrices take many times longer.
@@ -27,8 +28,12 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # As on the nodes (kernels.row_math.fix_arithmetic); it counts from the first product of any test.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 # How long an example takes, or is drawn, says nothing on a machine that is busy with others.
+# In `make test` half of hypothesis' own number of examples, in `make test-full` all of them.
 hypothesis.settings.register_profile(
-    "busy machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    "busy machine",
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    max_examples=num_examples(50, 100),
 )
 hypothesis.settings.load_profile("busy machine")
 

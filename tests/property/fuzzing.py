@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
-from tests.property.examples import num_examples
+from tests.examples import num_examples
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from hisparse_pd.core.paging.allocator import ExtentAllocator, ExtentError, PoolExhausted, PoolIntegrityError
 from hisparse_pd.core.paging.extents import slice_extents, total_length
 from hisparse_pd.protocol.messages import Extent
-from tests.property.examples import num_examples
+from tests.examples import num_examples
 
 pytestmark = pytest.mark.I2
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hisparse_pd.engine.messages import unpack_token_ids
 from hisparse_pd.serving.api.bodies import Endpoint
 from hisparse_pd.serving.api.schemas import parse_request
-from tests.property.examples import num_examples
+from tests.examples import num_examples
 from tests.unit.api.chat_vocabularies import KINDS, codec, spellings
 from tests.unit.api.support import ROOM
 
@@ -161,7 +161,7 @@ def writer(texts: list[Texts], known: tuple[str, ...] = ()) -> Callable[[], str]
 @pytest.mark.parametrize("endpoint", BODIES)
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
-@settings(max_examples=num_examples(5, 25))
+@settings(max_examples=num_examples(3, 25))
 def test_a_chat_has_the_control_tokens_of_a_harmless_one(
     kind: str, endpoint: Endpoint, data: st.DataObject
 ) -> None:

@@ -49,7 +49,7 @@ from hisparse_pd.decode_node.swap_counts import SwapCounts
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.protocol.messages import Extent, Room
 from tests.books import carry_out, end, enqueue, make_request
-from tests.property.examples import num_examples
+from tests.examples import num_examples
 from tests.slow_copies import SlowCopies
 
 pytestmark = [pytest.mark.I1, pytest.mark.I2, pytest.mark.I4, pytest.mark.I6, pytest.mark.I7]
@@ -751,7 +751,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
 
 SOME_HISTORIES = settings(
     derandomize=True,
-    max_examples=num_examples(14, 200),
+    max_examples=num_examples(10, 200),
     suppress_health_check=[HealthCheck.too_slow],
 )
 """How many histories of one kind are tried."""
@@ -910,7 +910,7 @@ def test_no_move_of_a_plan_takes_slots_that_a_later_one_gives_back(
 TestDecodeNode = DecodeNodeMachine.TestCase
 TestDecodeNode.settings = settings(
     derandomize=True,
-    max_examples=num_examples(7, 80),
+    max_examples=num_examples(5, 80),
     stateful_step_count=40,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

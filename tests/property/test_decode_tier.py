@@ -46,7 +46,7 @@ from hisparse_pd.prefill_node.read_quarantine import QUARANTINE_SECS
 from hisparse_pd.protocol.messages import Extent, HeldKv, RegionKind, Room
 from hisparse_pd.transfer.plan import Descriptors, RegionView
 from hisparse_pd.transfer.sender import Completion, WriteBatch
-from tests.property.examples import num_examples
+from tests.examples import num_examples
 
 pytestmark = [pytest.mark.I1, pytest.mark.I2, pytest.mark.I9]
 
@@ -479,7 +479,7 @@ class Reads(RuleBasedStateMachine):
 
 
 Reads.TestCase.settings = settings(
-    derandomize=True, max_examples=num_examples(24, 400), stateful_step_count=50
+    derandomize=True, max_examples=num_examples(16, 400), stateful_step_count=50
 )
 TestReads = Reads.TestCase
 
@@ -610,7 +610,7 @@ class Copies(Reads):
 
 
 Copies.TestCase.settings = settings(
-    derandomize=True, max_examples=num_examples(24, 400), stateful_step_count=50
+    derandomize=True, max_examples=num_examples(16, 400), stateful_step_count=50
 )
 TestCopies = Copies.TestCase
 

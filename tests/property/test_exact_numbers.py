@@ -20,7 +20,7 @@ from hisparse_pd.serving.api.grammars import write_grammar
 from hisparse_pd.serving.api.openai_chat import parse_chat_prompt
 from hisparse_pd.serving.api.tool_schemas import ToolSchemas
 from hisparse_pd.serving.http.http_errors import FieldRefused
-from tests.property.examples import num_examples
+from tests.examples import num_examples
 from tests.unit.api.grammar_walks import Walk, admits, error_of
 from tests.unit.api.joined_parts import joined
 from tests.unit.api.markups import MARKS, chat_format, think_of

@@ -34,7 +34,7 @@ from hisparse_pd.prefill_node.store_threads import Get, LookUp, Order, Put, Remo
 from hisparse_pd.prefill_node.store_tier import FIRST_WAIT_SECS, StoreTier
 from hisparse_pd.protocol.messages import Extent, Room
 from tests.event_follower import TreeFollower
-from tests.property.examples import num_examples
+from tests.examples import num_examples
 
 pytestmark = [pytest.mark.I1, pytest.mark.I2, pytest.mark.I9]
 
@@ -369,7 +369,7 @@ class Tier(RuleBasedStateMachine):
 
 
 Tier.TestCase.settings = settings(
-    derandomize=True, max_examples=num_examples(27, 300), stateful_step_count=40
+    derandomize=True, max_examples=num_examples(18, 300), stateful_step_count=40
 )
 TestHostTier = Tier.TestCase
 
@@ -568,7 +568,7 @@ class TierOnStore(Tier):
 
 
 TierOnStore.TestCase.settings = settings(
-    derandomize=True, max_examples=num_examples(24, 400), stateful_step_count=40
+    derandomize=True, max_examples=num_examples(16, 400), stateful_step_count=40
 )
 TestStoreTier = TierOnStore.TestCase
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from hisparse_pd.kernels.row_errors import HotBufferError
 from hisparse_pd.kernels.step_requests import StepRequests
 from hisparse_pd.kernels.swap_in import newest_slots
+from tests.examples import num_examples
 from tests.gpu.history import History, Request
 from tests.gpu.support import DEVICE
-from tests.property.examples import num_examples
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="a GPU may give misses other ones of their entries")
 

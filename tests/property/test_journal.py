@@ -14,7 +14,7 @@ from hisparse_pd.router.route import MAX_LOSSES, Losses
 from hisparse_pd.router.stream_journal import JournalBudget, StreamJournal
 from hisparse_pd.serving.api.frame import PINGS
 from hisparse_pd.serving.http.journal_lines import LEAVING, MARK, OVER, journal_line
-from tests.property.examples import num_examples
+from tests.examples import num_examples
 
 EVENTS = [
     *(b'data: {"text": "%d"}\n\n' % number for number in range(6)),

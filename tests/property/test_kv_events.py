@@ -20,7 +20,7 @@ from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey, page_keys
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.protocol.messages import Room
 from tests.event_follower import TreeFollower
-from tests.property.examples import num_examples
+from tests.examples import num_examples
 
 PAGE_SIZE = 2
 NUM_PAGES = 16
@@ -116,7 +116,7 @@ class History:
 
 @pytest.mark.I2
 @given(seed=st.integers(0, 1 << 32))
-@settings(derandomize=True, max_examples=num_examples(40, 600))
+@settings(derandomize=True, max_examples=num_examples(25, 600))
 def test_a_subscriber_knows_what_there_is(seed: int) -> None:
     History(random.Random(seed)).play(80)
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hisparse_pd.base.vocabulary import HisparseFlag, SamplingParams, TokenLogprob
-from tests.property.examples import num_examples
+from tests.examples import num_examples
 from tests.sampling import sample
 from tests.tied_checkpoint import INDEX_TOPK
 from tests.unit.decode_node.support import Answer, Checkpoint, EngineHarness, Prompt, load_checkpoint

@@ -23,7 +23,7 @@ from hisparse_pd.prefill_node.scheduler import (
 from hisparse_pd.protocol.messages import (
     Room,
 )
-from tests.property.examples import num_examples
+from tests.examples import num_examples
 
 pytestmark = [pytest.mark.I1, pytest.mark.I2, pytest.mark.I5, pytest.mark.I7, pytest.mark.I8]
 

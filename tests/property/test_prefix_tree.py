@@ -20,7 +20,7 @@ from hisparse_pd.core.paging.prompt_keys import PageKey, page_keys, root_of
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.protocol.messages import Room
 from tests.event_follower import TreeFollower
-from tests.property.examples import num_examples
+from tests.examples import num_examples
 
 pytestmark = [pytest.mark.I1, pytest.mark.I2, pytest.mark.I5]
 
@@ -421,6 +421,6 @@ class PrefixTreeMachine(RuleBasedStateMachine):
 
 
 PrefixTreeMachine.TestCase.settings = settings(
-    derandomize=True, max_examples=num_examples(14, 120), stateful_step_count=30
+    derandomize=True, max_examples=num_examples(10, 120), stateful_step_count=30
 )
 TestPrefixTreeMachine = PrefixTreeMachine.TestCase

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.reserve import Claim, Order, Reserve, order_ends
-from tests.property.examples import num_examples
+from tests.examples import num_examples
 
 pytestmark = [pytest.mark.I2]
 

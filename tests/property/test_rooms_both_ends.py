@@ -26,8 +26,8 @@ from hisparse_pd.base.vocabulary import HisparseFlag, SamplingParams
 from hisparse_pd.core.paging.prompt_keys import root_of
 from hisparse_pd.engine.messages import Abort, Generate
 from hisparse_pd.protocol.messages import Room, RoomDone, to_decode_decoder
+from tests.examples import num_examples
 from tests.property.both_ends import QUARANTINE_SECS, ROOM_TIMEOUT_SECS, PrefillNode, World
-from tests.property.examples import num_examples
 from tests.property.sim_network import Connection, SimClient
 from tests.property.sim_nodes import NEXT_TOKEN, SimFront
 from tests.property.sim_transport import WriteFate

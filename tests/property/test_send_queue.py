@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from hisparse_pd.protocol.messages import Room
 from hisparse_pd.transfer.plan import DESCRIPTOR_COST_BYTES, SLICE_BYTES, Descriptors, cost
 from hisparse_pd.transfer.send_queue import Completion, Outcome, SendQueue, Slice, WriteBatch
-from tests.property.examples import num_examples
+from tests.examples import num_examples
 
 pytestmark = [pytest.mark.I1, pytest.mark.I7]
 

@@ -28,7 +28,7 @@ from hisparse_pd.serving.api.schemas import parse_request
 from hisparse_pd.serving.api.timing import Timeline
 from hisparse_pd.serving.http.engine_link import EngineLink
 from hisparse_pd.serving.http.metrics import FrontMetrics
-from tests.property.examples import num_examples
+from tests.examples import num_examples
 from tests.stream_events import answer_in, events_in, input_in, without
 from tests.unit.api.recording_codec import RecordingCodec
 from tests.unit.api.scored_prompts import rows_of
@@ -195,7 +195,7 @@ def context(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DecodeContext]
 
 
 @pytest.mark.parametrize("endpoint", list(Endpoint))
-@settings(max_examples=num_examples(15, 100), derandomize=True)
+@settings(max_examples=num_examples(10, 100), derandomize=True)
 @given(data=st.data())
 def test_a_whole_answer_is_what_its_stream_makes(
     context: DecodeContext, endpoint: Endpoint, data: st.DataObject

@@ -30,7 +30,7 @@ from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_states import RequestState, RunStage
 from hisparse_pd.decode_node.step_plan import Exchange, Fill, StepPlan
 from hisparse_pd.engine.messages import RequestFailed, Tokens
-from tests.property.examples import num_examples
+from tests.examples import num_examples
 from tests.property.row_reader import CONTEXT, PAGE_SIZE, WRONG, Node, right_token, spec_of
 
 pytestmark = [pytest.mark.I2, pytest.mark.I9]
