@@ -500,7 +500,7 @@ MULTIPLYING: dict[str, dict[str, Any]] = {
 
 @pytest.mark.I8
 @pytest.mark.parametrize("shared", MULTIPLYING.values(), ids=MULTIPLYING)
-@pytest.mark.parametrize("markup", [ToolMarkup.GLM, ToolMarkup.DSML])
+@pytest.mark.parametrize("markup", [pytest.param(ToolMarkup.GLM, marks=pytest.mark.slow), ToolMarkup.DSML])
 def test_what_reading_schemas_takes_is_bounded_over_all_tools_of_a_request(
     shared: dict[str, Any], markup: ToolMarkup
 ) -> None:

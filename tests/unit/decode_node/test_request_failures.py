@@ -357,8 +357,14 @@ def test_what_fails_before_its_growth_ends_its_request_only(
 
 
 @pytest.mark.I7
-@pytest.mark.parametrize("flag", [HisparseFlag.TRUE, HisparseFlag.FALSE])
-@pytest.mark.parametrize("is_exchanged", [False, True])
+@pytest.mark.parametrize(
+    ("flag", "is_exchanged"),
+    [
+        *((HisparseFlag.TRUE, True), (HisparseFlag.FALSE, False)),
+        pytest.param(HisparseFlag.TRUE, False, marks=pytest.mark.slow),
+        pytest.param(HisparseFlag.FALSE, True, marks=pytest.mark.slow),
+    ],
+)
 def test_slots_that_cannot_be_entered_end_their_request_only(
     node: EngineHarness, monkeypatch: pytest.MonkeyPatch, flag: HisparseFlag, is_exchanged: bool
 ) -> None:

@@ -216,7 +216,7 @@ class Node:
 
 
 @pytest.mark.I3
-@pytest.mark.parametrize("num_real", [5, 4, 2, 0])
+@pytest.mark.parametrize("num_real", [5, pytest.param(4, marks=pytest.mark.slow), 2, 0])
 @pytest.mark.parametrize(
     "shared",
     [

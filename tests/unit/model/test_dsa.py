@@ -320,8 +320,14 @@ def test_layers_that_stay_in_fp8_round_and_no_more(
 
 @pytest.mark.I5
 @pytest.mark.parametrize(
-    "index_format",
-    ["bfloat16", "fp8_e4m3", pytest.param("float32", marks=pytest.mark.slow)],
+    ("variant", "index_format"),
+    [
+        *((name, "fp8_e4m3") for name in VARIANTS),
+        ("v32", "bfloat16"),
+        *(pytest.param(name, "bfloat16", marks=pytest.mark.slow) for name in VARIANTS if name != "v32"),
+        *(pytest.param(name, "float32", marks=pytest.mark.slow) for name in VARIANTS),
+    ],
+    indirect=["variant"],
 )
 @torch.inference_mode()
 def test_index_queries_and_keys_are_rotated_where_keys_are_rounded_to_fp8(

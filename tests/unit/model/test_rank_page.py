@@ -366,7 +366,7 @@ def end_of(process: subprocess.Popen[str]) -> str:
         pytest.param(
             70_000, [0, 0], id="two, and more often than numbers are kept apart", marks=pytest.mark.slow
         ),
-        pytest.param(1_000, [0, 0, 0, 0.05], id="a slow one"),
+        pytest.param(1_000, [0, 0, 0, 0.05], id="a slow one", marks=pytest.mark.slow),
         pytest.param(300, [0, 0, 0, 0.02, 0.02, 0.05, 0.1, 0], id="slow and quick ones"),
     ],
 )

@@ -115,7 +115,7 @@ def undisturbed(node: Node, num_resumed: int) -> tuple[Computed, tuple[Tensor, T
     [
         pytest.param((0, 410), False, id="alone"),
         pytest.param((0, 410), True, id="one forward"),
-        pytest.param((0, 48, 400, 410), True, id="cut there"),
+        pytest.param((0, 48, 400, 410), True, id="cut there", marks=pytest.mark.slow),
         pytest.param((0, 61, 190, 403, 409, 410), True, id="few rows"),
         pytest.param((0, 32, 112, 113, 399, 410), True, id="cut before"),
     ],
