@@ -180,6 +180,9 @@ class SimRequestTables:
         """Rows are filled when they start."""
         return {}
 
+    def note_launch(self) -> None:
+        """Nothing runs beside anything else here."""
+
     def stop_filling(self, request: Request) -> None:
         pass
 

@@ -16,8 +16,8 @@ from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.step_plan import Admission, Exchange, Fill, Growth, StepPlan
 from tests.unit.decode_node.failures_support import NUM_NEW
+from tests.unit.decode_node.residents_support import automatic, residents
 from tests.unit.decode_node.support import Checkpoint, EngineHarness, raising, random_prompt
-from tests.unit.decode_node.test_residents import automatic, residents
 
 CHECKPOINT = "drafting"
 NODE = {"page_size": 16, "host_pool_tokens": 2048, "device_pool_tokens": 1024, "disable_prefix_cache": False}

@@ -14,12 +14,13 @@ import torch
 
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import PoolKind, Stage
-from hisparse_pd.decode_node import free_slots, next_plan, sizing, step_line
+from hisparse_pd.decode_node import step_line
 from hisparse_pd.decode_node.memory import slots_tensor
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.step_plan import Exchange, StepPlan
 from hisparse_pd.kernels import page_fill
+from tests.unit.decode_node.residents_support import automatic, residents
 from tests.unit.decode_node.speculation_support import (
     HOT_BUFFER,
     MAX_DRAFTS,
@@ -35,24 +36,6 @@ from tests.unit.decode_node.support import Answer, Checkpoint, EngineHarness, Pr
 CHECKPOINT = "drafting"
 LONG = PROMPTS[-2:]
 """Prompts of 387 and 700 tokens, longer than a hot buffer."""
-
-
-def automatic(
-    checkpoint: Checkpoint,
-    ipc_dir: Path,
-    patch: pytest.MonkeyPatch,
-    largest: int = HOT_BUFFER,
-    **settings: Any,
-) -> EngineHarness:
-    """Return a node that decides by itself how many device slots a hisparse request has. ``largest``: the
-    most entries of a hot buffer; HOT_BUFFER is the full size."""
-    patch.setattr(sizing, "DEFAULT_BUFFER", HOT_BUFFER)
-    patch.setattr(sizing, "MOST_ENTRIES", largest)
-    # Answers are short here.
-    patch.setattr(free_slots, "MIN_SAVED", 0.0)
-    patch.setattr(next_plan, "PLANS_BETWEEN", 0)
-    settings = {"page_size": 16, "device_buffer_size": 0, **settings}
-    return harness(checkpoint, ipc_dir, **settings)
 
 
 @pytest.fixture
@@ -127,11 +110,6 @@ def checked_turns(node: EngineHarness, answers: Sequence[Answer]) -> Iterator[li
         for request in running:
             check_both_copies(node, request)
         yield running
-
-
-def residents(node: EngineHarness) -> list[Request]:
-    running = node.engine.requests.select(RequestState.RUNNING)
-    return [request for request in running if request.is_resident and not request.is_filling]
 
 
 def check_both_copies(node: EngineHarness, request: Request) -> None:
