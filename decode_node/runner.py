@@ -151,6 +151,11 @@ class DeviceRunner:
             entry.request.enter_step(entry.num_sure, entry.num_unsure)
         return launched
 
+    def wait(self) -> None:
+        """Wait for everything that was enqueued for steps, as after an error in ``launch``."""
+        if self._tables.device.type == "cuda":
+            torch.cuda.current_stream(self._tables.device).synchronize()
+
     def _make_entries(self, batch: Sequence[Request], num_new: int) -> list[StepEntry]:
         """Make each request's part in the step, with the drafts that it verifies.
 

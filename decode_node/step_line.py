@@ -189,6 +189,7 @@ class StepLine:
         except Exception as error:
             if self._lockstep.ends_engine(error):
                 raise
+            self.runner.wait()  # for the part of the step that was enqueued before the error
             self.settle()
             self._fail_step(batch, error)
             return None

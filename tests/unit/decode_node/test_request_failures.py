@@ -3,8 +3,10 @@ I7."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -94,6 +96,28 @@ def test_a_failing_forward_ends_its_batch_only(node: EngineHarness, monkeypatch:
         patch.setattr(node.double.checkpoint.model, "forward", raising(error))
         node.failure_of(answer, status=500, error="4 GiB wanted")
     check_serves(node)
+
+
+@pytest.mark.I1
+def test_what_a_failing_step_has_launched_is_over_before_others_get_its_slots(
+    node: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may fail behind the forward, whose kernels then still run."""
+    engine, calls = node.engine, list[str]()
+    answer = node.generate(PROMPT, 8, HisparseFlag.TRUE)
+    for owner, name in ((engine.steps.runner, "wait"), (engine.requests, "release")):
+        noted = functools.partial(note_call, calls, name, getattr(owner, name))
+        monkeypatch.setattr(owner, name, noted)
+    with monkeypatch.context() as patch:
+        error = torch.OutOfMemoryError("4 GiB wanted")
+        patch.setattr("hisparse_pd.decode_node.runner.StepDraws.plan", raising(error))
+        node.failure_of(answer, status=500, error="4 GiB wanted")
+    assert calls == ["wait", "release"]
+
+
+def note_call(calls: list[str], name: str, call: Callable[..., None], *args: object) -> None:
+    calls.append(name)
+    call(*args)
 
 
 def test_a_lost_device_ends_the_engine(node: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
