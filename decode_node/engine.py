@@ -109,6 +109,7 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
             max_capacity=max_hot_capacity(settings, spec),
             page_size=settings.page_size,
             max_new=settings.speculative_num_steps + 1,
+            ranks=model.ranks,
         )
         # While it is idle, the loop checks the books and verifies the rows of held prefixes. It flushes these
         # prefixes on demand.

@@ -19,7 +19,7 @@ each hot group (``kernels/hot_state.py``) says for a lookup slot where its posit
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 
@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hisparse_pd.base.vocabulary import Mode
+from hisparse_pd.core.model.rank_group import RankGroup
 from hisparse_pd.core.model.side_stream import SideStream, wait_for
 from hisparse_pd.core.model.spec import ModelSpec
 from hisparse_pd.core.paging.extents import slice_extents, total_length
@@ -68,9 +69,10 @@ class RequestTables:
         max_capacity: int,
         page_size: int,
         max_new: int = 1,
+        ranks: RankGroup | None = None,
     ) -> None:
         """``max_capacity``: the most entries of a hot buffer. ``max_new``: the most new positions that a step
-        has of a request."""
+        has of a request. ``ranks``: those of the node."""
         self.spec = spec
         self.memory = memory
         self.page_size = page_size
@@ -88,11 +90,11 @@ class RequestTables:
             row_checks=memory.row_checks,
         )
         self.miss_plan = MissPlan.create(num_rows * max_new, spec.index_topk, self.device)
-        self.fills = RowFills(self.device)
+        self.fills = RowFills(self.device, ranks)
         self._awaited_stream = SideStream(self.device, priority=-1)
         """For what the host waits for: landing zones, and slots that change hands."""
         self._before_step: torch.cuda.Event | None = None
-        """What was enqueued before the last step."""
+        """What was enqueued before the last call of ``note_launch``."""
         self._ended_counters = SwapCounts()
         """Counts of all rows that have been emptied."""
         self.max_verifiable = partial(
@@ -179,8 +181,8 @@ class RequestTables:
         ``is_ready`` says that the pages are filled. The request is in no step. What is new since the fill
         began is copied before the next step."""
         fill = self._page_fill(request, request.num_kv_tokens, request.num_filled_tokens)
-        fill.launch_slice(None)
-        self.fills.note_end(request.req_row)  # somebody else may get the pages before a step follows
+        with self._noted(request):
+            fill.launch_slice(None)
         self.state.drop_hot_buffer(request.req_row)
 
     def stop_pages(self, request: Request) -> None:
@@ -209,7 +211,7 @@ class RequestTables:
         to then. New ones may still have words of their last owner, which leave them in the steps' stream.
         """
         self.fills.finish(request.req_row)
-        with self._awaited() if capacity < num_before else nullcontext():
+        with self._awaited() if capacity < num_before else self._noted(request):
             resize_hot_buffer(
                 self.state,
                 request.req_row,
@@ -311,7 +313,8 @@ class RequestTables:
     # --- what the moves above share -------------------------------------------------------------------------
 
     def note_launch(self) -> None:
-        """Note that a step is launched next, which the work of ``_awaited`` need not wait for."""
+        """Note that the work of ``_awaited`` need not wait for what is enqueued next: a step, if there is
+        one."""
         if self.device.type == "cuda":
             self._before_step = torch.cuda.current_stream(self.device).record_event()
 
@@ -325,6 +328,15 @@ class RequestTables:
                 yield
             finally:
                 self._awaited_stream.synchronize()
+
+    @contextmanager
+    def _noted(self, request: Request) -> Iterator[None]:
+        """Send copies to a request's slots to the steps' stream, and note their end, also after an error. A
+        step of others may be before them: until they are over, nobody else may get the slots."""
+        try:
+            yield
+        finally:
+            self.fills.note_end(request.req_row)
 
     def _row_start(self, request: Request) -> RowStart:
         hints, request.hot_positions = request.hot_positions, None

@@ -10,11 +10,12 @@ copy is over, for which ``wait`` waits.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Final, TypeAlias
 
 import torch
 
+from hisparse_pd.core.model.rank_group import RankGroup
 from hisparse_pd.core.model.side_stream import SideStream
 from hisparse_pd.kernels.page_fill import PageFill
 from hisparse_pd.kernels.swap_in import RowStart
@@ -29,8 +30,10 @@ Fills: TypeAlias = "dict[int, RowStart | PageFill] | dict[int, PageFill]"
 class RowFills:
     """The fills of one engine's rows, by ``req_row``."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, ranks: RankGroup | None = None) -> None:
+        """``ranks``: those of the node, without which a step of the device may not go on."""
         self._device = device
+        self._ranks = ranks
         self.slice_bytes = SLICE_BYTES
         self.rows: dict[int, RowStart | PageFill] = {}
         """By row, what is not launched yet of its filling, in the order in which rows are filled."""
@@ -38,6 +41,8 @@ class RowFills:
         """By row that is in steps, what is not launched yet of the filling of its pages, in order."""
         self.ends: dict[int, torch.cuda.Event] = {}
         """By row, the end of the copies that were launched last to fill it or its pages."""
+        self._begun: set[int] = set()
+        """Rows of whose present fill a slice was launched."""
         self._last_slice: torch.cuda.Event | None = None
         """The end of the copies that were launched last for any row."""
         self._stream = SideStream(device)
@@ -46,12 +51,14 @@ class RowFills:
         """Fill a row from now on, and launch its first slice if no other row is being filled."""
         is_next = not self.rows and self._is_slice_over()
         self.rows[row] = fill
+        self._begun.discard(row)
         if is_next:
             self._launch_slice(self.rows, row, self.slice_bytes)
 
     def begin_pages(self, row: int, fill: PageFill) -> None:
         """Fill the pages of a row that is in steps, once no row is being filled."""
         self.pages[row] = fill
+        self._begun.discard(row)
 
     def go_on(self, link_share: float) -> dict[int, Exception]:
         """Launch the next slices of rows, once those before are over. Together they have ``slice_bytes``, or
@@ -101,9 +108,10 @@ class RowFills:
         self.wait(row)
 
     def wait(self, row: int) -> None:
-        """Wait for the copies to a row that were launched."""
+        """Wait for the copies to a row that were launched, which may be behind the step in flight."""
         if (filled := self.ends.pop(row, None)) is not None:
-            filled.synchronize()
+            with self._ranks.bounded_wait() if self._ranks else nullcontext():
+                filled.synchronize()
 
     def note_end(self, row: int) -> None:
         """Note that the current stream copies to a row's slots: they are in use until that is over."""
@@ -149,7 +157,9 @@ class RowFills:
         row leaves ``fills`` when all is launched, or when that raises."""
         num_left_bytes = None
         try:
-            with self.beside_steps(row, is_first=row not in self.ends):
+            is_first = row not in self._begun
+            self._begun.add(row)
+            with self.beside_steps(row, is_first=is_first):
                 num_bytes = fills[row].launch_slice(most_bytes)
             num_left_bytes = fills[row].num_left_bytes
         finally:

@@ -180,6 +180,7 @@ class StepLine:
     def launch(self, batch: list[Request], step: NodeStep) -> Launched | None:
         """Enqueue one step; an error in it ends the requests of its batch. Raises what ``advance`` raises."""
         if step.num_tokens == 0:
+            self._tables.note_launch()
             return None
         self.num_launched += 1
         try:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import ModuleType
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,8 +17,9 @@ from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts
 from hisparse_pd.decode_node.memory import DecodeMemory, pages_tensor, slots_tensor
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_tables import RequestTables
+from hisparse_pd.decode_node.row_fills import RowFills
 from hisparse_pd.decode_node.swap_counts import SwapCounts
-from hisparse_pd.kernels import page_fill
+from hisparse_pd.kernels import hot_entries, page_fill
 from hisparse_pd.protocol.messages import Room
 from tests.books import make_request
 from tests.unit.kernels.table_rules import check_consistency
@@ -157,6 +160,103 @@ def test_copies_to_a_row_are_over_before_others_get_its_slots(
     take_away(node.hot, request)
     assert copies.is_waited_for
     assert node.hot.is_ready(request)
+
+
+def grow_hot_buffer(node: Node, request: Request) -> None:
+    node.pools.grow(request.owned, PoolKind.DEVICE, 32)
+    node.hot.resize(request, num_before=32, capacity=64)
+
+
+def enter_pages(node: Node, request: Request) -> None:
+    give_pages(node, request, num_filled_tokens=0)
+    node.hot.enter_pages(request)
+
+
+def give_pages(node: Node, request: Request, num_filled_tokens: int) -> None:
+    node.pools.grow(request.owned, PoolKind.DEVICE, 112)
+    request.num_page_slots, request.num_filled_tokens = 112, num_filled_tokens
+
+
+@pytest.mark.I1
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize(
+    ("move", "copying"),
+    [(grow_hot_buffer, (hot_entries, "_move_items")), (enter_pages, (page_fill, "replay_misses"))],
+)
+def test_copies_behind_a_step_of_others_are_over_before_others_get_the_slots(
+    monkeypatch: pytest.MonkeyPatch,
+    move: Callable[[Node, Request], None],
+    copying: tuple[ModuleType, str],
+    fails: bool,
+) -> None:
+    """Also those that were launched before an error."""
+    node, copies = Node(max_capacity=64), cast(Any, CopiesUnderWay())
+    request = node.request(None)
+    request.num_prompt_tokens = 60  # so that its hot buffer has room for all, each at its own hot_index
+    node.hot.start(request)
+    fills, copy, num_copies = node.hot.fills, getattr(*copying), 0
+
+    def copy_once(*args: Any, **options: Any) -> None:
+        nonlocal num_copies
+        num_copies += 1
+        copy(*args, **options)
+        if fails:
+            raise torch.OutOfMemoryError("32 MiB wanted")
+
+    monkeypatch.setattr(*copying, copy_once)
+    monkeypatch.setattr(fills, "note_end", lambda row: fills.ends.update({row: copies}))
+    with pytest.raises(torch.OutOfMemoryError) if fails else nullcontext():
+        move(node, request)
+    assert num_copies > 0
+    assert fills.ends == {request.req_row: copies}
+    node.hot.release(request)
+    assert copies.is_waited_for
+
+
+@pytest.mark.I1
+def test_a_fill_begins_behind_steps_also_if_earlier_copies_of_its_row_are_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What steps have launched for the last owner of its pages comes first."""
+    node = Node()
+    request = node.request(None)
+    node.hot.start(request)
+    give_pages(node, request, request.num_kv_tokens)
+    node.hot.fills.ends[request.req_row] = cast(Any, CopiesUnderWay())
+    node.hot.fills.slice_bytes = 1
+    node.hot.start_pages(request)
+    are_first = []
+
+    def beside_steps(row: int, *, is_first: bool) -> AbstractContextManager[None]:
+        are_first.append(is_first)
+        return nullcontext()
+
+    monkeypatch.setattr(node.hot.fills, "beside_steps", beside_steps)
+    while request.req_row in node.hot.fills.pages:
+        node.hot.go_on()
+    assert are_first == [True, *[False] * (node.spec.num_layers - 1)]
+
+
+@pytest.mark.I7
+def test_a_wait_for_copies_is_bounded_where_other_ranks_may_keep_a_step_from_its_end() -> None:
+    """The copies may be behind that step."""
+    waits: list[str] = []
+
+    class Ranks:
+        @contextmanager
+        def bounded_wait(self) -> Iterator[None]:
+            waits.append("bound")
+            yield
+            waits.append("unbound")
+
+    class Copies:
+        def synchronize(self) -> None:
+            waits.append("wait")
+
+    fills = RowFills(torch.device("cpu"), cast(Any, Ranks()))
+    fills.ends[0] = cast(Any, Copies())
+    fills.wait(0)
+    assert waits == ["bound", "wait", "unbound"]
 
 
 @pytest.mark.I3

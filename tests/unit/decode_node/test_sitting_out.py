@@ -175,3 +175,25 @@ def test_a_request_sits_one_step_out_when_it_becomes_resident(
     assert of not in change.in_flight
     watched.node.finish(answers, expected)
     assert [out for out in watched.left_out if out] == [{of}]
+
+
+@pytest.mark.I1
+def test_where_no_step_is_launched_the_work_of_the_turn_counts_as_before(watched: Watched) -> None:
+    """``RequestTables`` lets work that the host waits for overtake nothing but a step in flight."""
+    engine, num_notes = watched.node.engine, 0
+    note_launch = engine.tables.note_launch
+
+    def noted() -> None:
+        nonlocal num_notes
+        num_notes += 1
+        note_launch()
+
+    watched.patch.setattr(engine.tables, "note_launch", noted)
+    watched.begin(LONG[:1])
+    (of,) = watched.running()
+    engine.steps.settle()
+    of.is_filling = True  # it is in no step
+    watched.patch.setattr(engine.tables, "is_ready", lambda request: False)
+    num_before, num_launched = num_notes, engine.steps.num_launched
+    watched.node.turn()
+    assert (num_notes, engine.steps.num_launched) == (num_before + 1, num_launched)
