@@ -19,7 +19,7 @@ from msgspec import structs
 from torch import Tensor
 
 from hisparse_pd.base.decode_settings import HisparsePolicy
-from hisparse_pd.base.vocabulary import HisparseFlag, SamplingParams
+from hisparse_pd.base.vocabulary import HisparseFlag, Mode, SamplingParams
 from hisparse_pd.core.model.attention_kernels import AttentionKernels
 from hisparse_pd.core.model.spec import ModelSpec
 from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts
@@ -88,6 +88,24 @@ def spec_of(num_draft_layers: int, *, has_row_checks: bool = True) -> ModelSpec:
 def right_token(token_id: Any, position: Any) -> Any:
     """What follows a token at a position."""
     return (3 * token_id + position + 1) % WRONG
+
+
+def right_tokens(token_ids: Sequence[int], num_new: int) -> list[int]:
+    """Return what follows a prompt."""
+    given = [right_token(token_ids[-1], len(token_ids) - 1)]
+    while len(given) < num_new:
+        given.append(right_token(given[-1], len(token_ids) + len(given) - 1))
+    return given
+
+
+def need_of_exchange(request: Request, capacity: int, page_size: int) -> tuple[SlotCounts, SlotCounts]:
+    """Return what a request needs beside a hot buffer of ``capacity`` entries, and with it."""
+    need = SlotCounts()
+    if request.mode is Mode.DENSE:
+        num_shared = request.num_shared_pages * page_size
+        num_slots = num_shared + request.owned.num_slots(PoolKind.INDEX)
+        need = SlotCounts(host=num_slots, index=num_shared, lookup=num_slots)
+    return need, need + SlotCounts(device=capacity)
 
 
 class RowReader:
@@ -202,10 +220,20 @@ class Node:
     """``turn`` is what the engine's loop does, without its sockets. ``sent`` is for the front."""
 
     def __init__(
-        self, spec: ModelSpec, seed: int, *, is_behind: bool, num_index_slots: int | None = None
+        self,
+        spec: ModelSpec,
+        seed: int,
+        *,
+        is_behind: bool,
+        num_index_slots: int | None = None,
+        num_device_slots: int = TOTALS.device,
+        more_entries: int = 0,
     ) -> None:
-        """``num_index_slots``: of an index pool that is short, with main memory below it."""
-        totals = TOTALS if num_index_slots is None else structs.replace(TOTALS, index=num_index_slots)
+        """``num_index_slots``: of an index pool that is short, with main memory below it. ``more_entries``:
+        those of a hot buffer of the full size beside what a step needs."""
+        totals = structs.replace(TOTALS, device=num_device_slots)
+        if num_index_slots is not None:
+            totals = structs.replace(totals, index=num_index_slots)
         max_drafts = MAX_DRAFTS * spec.num_draft_layers
         self.spec, self.model, self.peers = spec, RowReader(spec, seed), FakePeers(PAGE_SIZE)
         self.sent: list[FromEngine] = []
@@ -216,7 +244,7 @@ class Node:
             patch("hisparse_pd.decode_node.device_step.paged_index_topk", self.model.index_topk),
             patch.object(scrub, "STEPS_BETWEEN", 4),
         ]
-        buffer = full_buffer(max_drafts, TOP_K) + 1
+        buffer = full_buffer(max_drafts, TOP_K) + 1 + more_entries
         self.limits = Limits(totals, PAGE_SIZE, CONTEXT, TOP_K, buffer, 2 * PAGE_SIZE, max_drafts)
         self.memory = DecodeMemory(spec, totals, PAGE_SIZE, torch.device("cpu"))
         self.key_pages = None if num_index_slots is None else KeyPages(self.memory)

@@ -31,7 +31,15 @@ from hisparse_pd.decode_node.request_states import RequestState, RunStage
 from hisparse_pd.decode_node.step_plan import Exchange, Fill, StepPlan
 from hisparse_pd.engine.messages import RequestFailed, Tokens
 from tests.examples import num_examples
-from tests.property.row_reader import CONTEXT, PAGE_SIZE, WRONG, Node, right_token, spec_of
+from tests.property.row_reader import (
+    CONTEXT,
+    PAGE_SIZE,
+    WRONG,
+    Node,
+    need_of_exchange,
+    right_tokens,
+    spec_of,
+)
 
 pytestmark = [pytest.mark.I2, pytest.mark.I9]
 
@@ -133,9 +141,7 @@ class WrongRowsMachine(RuleBasedStateMachine):
         prompt = [self.random.randrange(3) for _ in range(self.random.randint(1, 20))]
         token_ids = [*self.random.choice(self.said[-3:]), *prompt][: CONTEXT - 20]
         num_new = self.random.randint(2, 16)
-        wanted = [right_token(token_ids[-1], len(token_ids) - 1)]
-        while len(wanted) < num_new:
-            wanted.append(right_token(wanted[-1], len(token_ids) + len(wanted) - 1))
+        wanted = right_tokens(token_ids, num_new)
         key = str(self.node.generate(token_ids, num_new, flag))
         self.wanted[key], self.given[key] = wanted, []
         self.said.append((*token_ids, *wanted))
@@ -208,13 +214,8 @@ class WrongRowsMachine(RuleBasedStateMachine):
             return
         request, limits = self.random.choice(running), self.node.limits
         capacity = (limits.max_capacity if is_large else limits.min_capacity)(request)
-        need = SlotCounts()
-        if request.mode is Mode.DENSE:
-            num_shared = request.num_shared_pages * limits.page_size
-            num_slots = num_shared + request.owned.num_slots(PoolKind.INDEX)
-            need = SlotCounts(host=num_slots, index=num_shared, lookup=num_slots)
-        room = self.requests.pools.rounded(need + SlotCounts(device=capacity))
-        if room.fits_in(self.requests.available):
+        need, room = need_of_exchange(request, capacity, limits.page_size)
+        if self.requests.pools.rounded(room).fits_in(self.requests.available):
             self.node.plan_moves.carry_out(StepPlan(exchanges=(Exchange(request, capacity, need),)), 0.0)
         self.turn()
 
