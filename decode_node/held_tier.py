@@ -49,8 +49,8 @@ class PageCopies(Protocol):
 
     def num_same(self, index: Sequence[Extent], host: Sequence[Extent]) -> int:
         """Return how many of the first token slots ``index`` have the row checks, in all layers, that lie at
-        the places of as many slots of the host pool; 0 without row checks. Waits for the device. Raises
-        CopyFailed."""
+        the places of as many slots of the host pool; 0 without row checks. Waits for the device, but not for
+        steps: whatever wrote to these slots is over. Raises CopyFailed."""
 
     def settle(self) -> None:
         """Wait until all copies are over."""

@@ -98,7 +98,7 @@ class HostCopies:
         self._down = SideStream(self._device)
         self._up = SideStream(self._device) if arrivals is None else arrivals.stream
         self._beside_copies = SideStream(self._device)
-        """For what the host waits for, and which does not wait for copies under way."""
+        """For what the host waits for, and which waits neither for copies under way nor for steps."""
         if is_cuda:
             compile_copies(self._device)
         log.info("%s: %d tokens, %.2f GiB", name, num_slots, sum(each.nbytes for each in here) / (1 << 30))
@@ -138,12 +138,13 @@ class HostCopies:
 
     def num_same(self, number: int, device: Sequence[Extent], host: Sequence[Extent]) -> int:
         """Return how many of the first token slots ``device`` of pool ``number`` have, in all layers, what
-        lies in as many slots ``host`` here. Waits for the device. Raises CopyFailed."""
+        lies in as many slots ``host`` here. Waits for the device, but not for the current stream, which may
+        have a step in flight: whatever wrote to these slots must be over. Raises CopyFailed."""
         pool, here = self._on_device[number], self.tensors[number]
         slots = torch.from_numpy(extents_to_slots(tuple(device)))
         slot_bytes = here.nbytes // here.shape[1]
         piece = COMPARED_BYTES // (3 * slot_bytes + 32)  # both sides, their outcome, and a slot's int64s
-        with self._beside_copies.copying():
+        with self._beside_copies.copying(is_behind=False):
             for start in range(0, slots.numel(), piece):
                 some = slots[start : start + piece].to(self._device)
                 copy = torch.empty((here.shape[0], some.numel()), dtype=here.dtype, device=self._device)

@@ -38,11 +38,11 @@ class SideStream:
         return self.use()
 
     @contextmanager
-    def copying(self) -> Iterator[None]:
-        """Wrap what launches a copy on this stream, ``behind_current``. Raises CopyFailed, once what was
-        launched is over, for any error but a lost device."""
+    def copying(self, *, is_behind: bool = True) -> Iterator[None]:
+        """Wrap what launches a copy on this stream, ``behind_current`` if ``is_behind``. Raises CopyFailed,
+        once what was launched is over, for any error but a lost device."""
         try:
-            with self.behind_current():
+            with self.behind_current() if is_behind else self.use():
                 yield
         except torch.AcceleratorError:
             raise

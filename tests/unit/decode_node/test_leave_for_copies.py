@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
+from hisparse_pd.core.model.side_stream import SideStream
 from hisparse_pd.core.paging.extents import extents_to_slots, total_length
 from hisparse_pd.core.paging.pools import PoolKind, SlotCounts
 from hisparse_pd.core.paging.prefix import Prefix
@@ -28,7 +29,14 @@ from hisparse_pd.engine.host_copies import SlotCopy
 from hisparse_pd.protocol.messages import Extent
 from tests.books import carry_out, end
 from tests.unit.decode_node.plan_node import LIMITS
-from tests.unit.decode_node.support import Answer, Checkpoint, EngineHarness, Prompt, random_prompt
+from tests.unit.decode_node.support import (
+    Answer,
+    Checkpoint,
+    EngineHarness,
+    Prompt,
+    raising,
+    random_prompt,
+)
 from tests.unit.decode_node.tier_books import FIRST, HISPARSE, Books, keys_of
 
 CHECKPOINT = "tied"
@@ -229,6 +237,16 @@ def test_rows_are_the_same_up_to_the_first_with_another_check_in_any_layer(
             memory.row_checks[layer, slots_tensor(index)[position]] ^= 1
             assert pages.num_same(index, host) == position
         assert pages.num_same(index, host[::-1]) == 0
+
+
+def test_rows_are_compared_without_a_wait_for_the_step_in_flight(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dense request leaves its pages beside a step of others, which may take long."""
+    totals = SlotCounts(host=PAGE, device=PAGE, index=PAGE, aux=1)
+    with closing(KeyPages(DecodeMemory(checkpoint.spec, totals, PAGE, torch.device("cpu")))) as pages:
+        monkeypatch.setattr(SideStream, "behind_current", raising(AssertionError("behind a step")))
+        assert pages.num_same((Extent(0, PAGE),), (Extent(0, PAGE),)) == PAGE
 
 
 def test_rows_without_checks_are_not_known_to_be_the_same(checkpoint: Checkpoint) -> None:
