@@ -257,7 +257,15 @@ class Node:
                 self.set_aside(kind, start)
             return start
 
+        start = self.requests.start
+
+        def started(request: Request) -> None:
+            tokens = torch.tensor(self.prompts[request.room])
+            self.model.tokens[request.req_row, : len(tokens)] = tokens
+            start(request)
+
         self._patches.append(patch.object(self.requests.pools, "set_aside", watched))
+        self._patches.append(patch.object(self.requests, "start", started))
         self.tables = RequestTables(
             spec,
             self.memory,
@@ -365,8 +373,6 @@ class Node:
         return bootstrap
 
     def say_done(self, request: Request) -> None:
-        tokens = torch.tensor(self.prompts[request.room])
-        self.model.tokens[request.req_row, : len(tokens)] = tokens
         self._say(RoomDone(request.room, 1000, 0, 0.001))
 
     def leave(self, request: Request) -> None:

@@ -1,6 +1,5 @@
 """Any history of a decode node whose requests get and give up slots beside steps of others: tokens are
-those of a request alone, and nothing that a step in flight may use is free. Single moves fail, and end one
-request.
+those of a request alone, and nothing that a step in flight may use is free. Moves fail, and end one request.
 
 Whatever is given up is another's at once: its bytes are lost. The step in flight runs before that or behind
 it (``late_steps.py``).
@@ -62,6 +61,8 @@ class History:
         """Requests that the next plan gives another hot buffer of a size between 0 and 1, or pages for 1."""
         self.fails: tuple[str, bool] | None = None
         """The move that fails when it is made next, and whether it has done everything by then."""
+        self.num_kept = 0
+        """How often rows cannot be emptied."""
         self.failed: set[str] = set()
         self.answers: dict[str, list[int]] = {}
         self.given: dict[str, list[int]] = {}
@@ -74,7 +75,8 @@ class History:
     def watched(self) -> Iterator[None]:
         steps, pools, plan_moves = self.steps, self.requests.pools, self.node.plan_moves
         self.make, self.launch, self.free = steps.next_plan.make, steps.launch, pools._free
-        self.carry_out, result = plan_moves.carry_out, Launched.result
+        self.carry_out, self.release = plan_moves.carry_out, self.node.tables.release
+        result = Launched.result
 
         def read(launched: Launched) -> Any:
             try:
@@ -92,6 +94,7 @@ class History:
                     (plan_moves, "carry_out", self.carried_out),
                     (Launched, "result", read),
                     (Launched, "__hash__", object.__hash__),
+                    (self.node.tables, "release", self.released),
                     *((self.node.tables, name, self.failing(name)) for name in MAY_FAIL),
                 ):
                     late.patches.enter_context(patch.object(owner, name, function))
@@ -183,10 +186,18 @@ class History:
             if has_done_it:
                 move(request, *args, **options)
             self.failed.add(request.request_id)
+            self.num_kept = self.random.choice([0, 0, 1, 2])
             self.num["failures beside a step"] += self.steps.in_flight is not None
             raise RuntimeError("no memory")
 
         return moved
+
+    def released(self, *requests: Request) -> None:
+        if self.num_kept:
+            self.num_kept -= 1
+            self.failed |= {each.request_id for each in requests if each.state is RequestState.RUNNING}
+            raise RuntimeError("no memory")
+        self.release(*requests)
 
     # --- what happens -------------------------------------------------------------------------------
 
