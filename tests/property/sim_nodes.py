@@ -323,6 +323,9 @@ class SimDecodeRunner:
     def would_split(self, batch: Sequence[Request]) -> bool:
         return False
 
+    def wait(self) -> None:
+        pass
+
     def launch(self, batch: Sequence[Request], step: NodeStep) -> SimStep:
         num_drafted, num_accepted, num_known = [], [], []
         for request in batch:
