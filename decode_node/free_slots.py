@@ -35,7 +35,7 @@ HELD_SAVES: Final = 4.0
 the page spares its landing, which takes as long as some copies into a hot buffer; but it is not certain that
 one ever does."""
 MIN_GROWTH: Final = 1.25
-"""The least factor by which a hot buffer grows. For less it is not worth sitting a step out."""
+"""The least factor by which a hot buffer grows. For less it is not worth skipping a step."""
 
 
 def enlarge_hot_buffers(draft: PlanDraft) -> None:

@@ -137,7 +137,7 @@ def _admit_resident(draft: PlanDraft, request: Request, beside_device: SlotCount
 
 def _shares(draft: PlanDraft, request: Request) -> Iterator[int]:
     """Yield the share, in entries, if a request begins at once and the share is spare beside what stays free
-    for others: it would get as much in its first steps, and sit one out for that. One that would have to
+    for others: it would get as much in its first steps, and skip one for that. One that would have to
     fill the share before it begins gets less at first."""
     share = share_of(draft, num_coming(draft))
     capacity = draft.limits.max_capacity(request, share)

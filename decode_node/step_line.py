@@ -5,8 +5,8 @@ launched before the previous one is read, so that the device does not wait for t
 draws of a launched step depend on the tokens of the step before: they are enqueued once those have been read.
 Between two turns at most one step is in flight.
 
-The device slots of a request change while it is in no step. If it is in the step in flight, it sits the next
-one out, which the others take meanwhile: its slots change beside that step, and the device need not wait.
+The device slots of a request change while it is in no step. If it is in the step in flight, it skips the next
+one, which the others take: its slots change beside that step, and the device need not wait.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class StepLine:
         self.num_launched = 0
         self.is_plan_cut = False
         """Whether the last plan was cut: the next one may admit more."""
-        self._sitting_out: set[Request] = set()
-        """Requests that are left out of the next step, because their device slots change behind the one in
-        flight."""
+        self._skipping: set[Request] = set()
+        """Requests that are in the step in flight and skip the next one, beside which their device slots
+        change."""
         self._is_put_off = False
-        """Whether the last plan was put off by a step, in which those whose slots it changes sit out."""
+        """Whether the last plan waits until those whose device slots it changes have skipped a step."""
         self._lockstep = lockstep
         self._requests = requests
         self._tables = tables
@@ -86,13 +86,13 @@ class StepLine:
     def carry_out_plan(self, now: float) -> None:
         """Carry out the scheduler's plan for the next step, before ``advance`` launches that.
 
-        A plan that changes the device slots of requests in flight is put off once: they sit the next step
-        out. The step in flight is committed first where the next one may not follow it unread, would have no
-        request, or the plan was put off before and now changes the slots of others.
+        A plan that changes the device slots of requests in flight is put off once: they skip the next step.
+        The step in flight is committed first where the next one may not follow it unread or would have no
+        request, or where the plan was put off before and now changes the slots of others.
         """
         if not self.may_follow():
             self.settle()
-        self._sitting_out = set()
+        self._skipping = set()
         filled = self._plan_moves.enter_pages(now)
         plan = self.next_plan.make(now)
         changing = {exchange.request for exchange in plan.exchanges if exchange.request.num_in_flight}
@@ -101,7 +101,7 @@ class StepLine:
             self.settle()
             self._plan_moves.enter_pages(now)
             plan, changing, leaving = self.next_plan.make(now), set(), set()
-        self._sitting_out, self._is_put_off = leaving, bool(changing)
+        self._skipping, self._is_put_off = leaving, bool(changing)
         if not self._is_put_off:
             self._plan_moves.carry_out(plan, now)
             self.is_plan_cut = plan.is_cut
@@ -167,7 +167,7 @@ class StepLine:
         """Return the requests that get a token in the next step, in order of admission."""
         running = self._requests.select(RequestState.RUNNING)
         ready = (request for request in running if request.run_stage is RunStage.READY)
-        taking_part = (request for request in ready if request not in self._sitting_out)
+        taking_part = (request for request in ready if request not in self._skipping)
         return sorted(taking_part, key=lambda request: request.admitted_seq)
 
     def _num_drafts(self, batch: Sequence[Request]) -> int:

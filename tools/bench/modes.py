@@ -196,8 +196,8 @@ class Simulation:
         """The entries of hot buffers that positions have; misses take the others."""
         self._unfilled: dict[Request, float] = {}
         """The bytes that pages still lack which are filled beside steps."""
-        self._sitting_out: set[Request] = set()
-        """Requests whose device slots change beside the next step, which they sit out."""
+        self._skipping: set[Request] = set()
+        """Requests whose device slots change beside the next step, which they skip."""
         self.outcome = Outcome()
 
     def run(self) -> Outcome:
@@ -230,9 +230,9 @@ class Simulation:
             self._carry_out(plan)
             self._go_on()
             running = self._requests.select(RequestState.RUNNING)
-            may_run = (r for r in running if not r.is_filling and r not in self._sitting_out)
+            may_run = (r for r in running if not r.is_filling and r not in self._skipping)
             batch = [r for r in may_run if r.has_slots_for_next and r.has_next_step]
-            self._sitting_out.clear()
+            self._skipping.clear()
             if batch:
                 self._step(batch)
             elif len(self._requests) and not (running or self._landed_at or self._pausing):
@@ -280,7 +280,7 @@ class Simulation:
     def _exchange(self, exchange: Exchange) -> None:
         request, node = exchange.request, self._node
         self.outcome.num_exchanges += 1
-        self._sitting_out.add(request)
+        self._skipping.add(request)
         self._unfilled.pop(request, None)
         self._requests.grow_for_exchange(exchange)
         if request.mode is Mode.DENSE:  # no step runs while all that it has is copied
@@ -310,7 +310,7 @@ class Simulation:
         self._landed_at[request] = self._lane_free_at
 
     def _fill_row(self, request: Request, num_positions: int) -> None:
-        """Let a request sit out until that many positions are in its hot buffer."""
+        """Keep a request from steps until that many positions are in its hot buffer."""
         request.is_filling, self._num_hot[request] = True, num_positions
         secs = num_positions * self._node.position_bytes / self._node.link_rate
         self._filled_at[request] = self._now + secs
@@ -333,7 +333,7 @@ class Simulation:
             if request.has_next_step:
                 del self._num_hot[request]
                 self._requests.end_fill(request)
-                self._sitting_out.add(request)
+                self._skipping.add(request)
 
     def _step(self, batch: Sequence[Request]) -> None:
         node, num_missed, num_hot = self._node, 0.0, 0

@@ -1,4 +1,4 @@
-"""Requests whose device slots change beside a step that they sit out: who is in which step, and tokens.
+"""Requests whose device slots change beside a step that they skip: who is in which step, and tokens.
 
 The runner is on the CPU, where a step is over when it is launched; the order of calls is a GPU's.
 """
@@ -110,7 +110,7 @@ def watched(node: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> Watched:
 @pytest.mark.I1
 @pytest.mark.I5
 @pytest.mark.parametrize("sizes", [(SMALL,), (SMALL, 2 * TOP_K, HOT_BUFFER)])
-def test_a_request_sits_one_step_out_while_its_hot_buffer_changes(
+def test_a_request_skips_one_step_while_its_hot_buffer_changes(
     expected: dict[Prompt, list[int]], watched: Watched, sizes: tuple[int, ...]
 ) -> None:
     answers = watched.begin(LONG)
@@ -132,7 +132,7 @@ def test_a_request_sits_one_step_out_while_its_hot_buffer_changes(
 def test_one_that_is_alone_changes_behind_its_step(
     expected: dict[Prompt, list[int]], watched: Watched
 ) -> None:
-    """If it sat out, the next step would have no request."""
+    """If it skipped the next step, that would have no request."""
     (answer,) = watched.begin(LONG[:1])
     (of,) = watched.running()
     watched.want(of, SMALL)
@@ -161,7 +161,7 @@ def test_a_plan_is_put_off_once(expected: dict[Prompt, list[int]], watched: Watc
 
 @pytest.mark.I1
 @pytest.mark.I5
-def test_a_request_sits_one_step_out_when_it_becomes_resident(
+def test_a_request_skips_one_step_when_it_becomes_resident(
     expected: dict[Prompt, list[int]], watched: Watched
 ) -> None:
     answers = watched.begin(LONG)
