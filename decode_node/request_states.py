@@ -26,8 +26,8 @@ class RequestState(StrEnum):
     main memory to the device (``held_tier.py``). Owns the same as LANDING."""
     RUNNING = "running"
     """Owns the same without the aux slot, and besides the slots that it has grown by. It is in the next step
-    if it is ``READY``, unless its device slots change beside that (``step_line.py``). The newest token of its first step is the prompt's last one, or an earlier one if its
-    steps compute a short tail of the prompt."""
+    if it is ``READY``, unless its device slots change beside that (``step_line.py``). The newest token of its
+    first step is the prompt's last one, or an earlier one if its steps compute a short tail of the prompt."""
     ENDING = "ending"
     """Has ended for its client. Owns the same until no step in flight, and nothing that fills its row, uses
     any of it. Other requests may have its room and its id."""
