@@ -102,7 +102,7 @@ test: $(READY) ## run the tests
 test-fast: $(READY) ## unit tests that need no torch: protocol, plans, router, HTTP, docs; 30 seconds
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) -p tests.without_torch $(FAST_TESTS) $(TEST_ARGS)
 
-test-full: $(READY) ## what takes longer: the full oracle matrix, failures, more examples of each property; some 19 minutes
+test-full: $(READY) ## what takes longer: the full oracle matrix, failures, more examples of each property; some 16 minutes
 	$(BIN)/python -m pytest -n $(SLOW_TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m slow $(TEST_ARGS)
 	MANY_EXAMPLES=1 $(BIN)/python -m pytest -n $(SLOW_TEST_PROCESSES) --dist loadfile tests/property $(TEST_ARGS)
 	MANY_EXAMPLES=1 $(BIN)/python -m pytest -n $(SLOW_TEST_PROCESSES) --dist loadfile -m "hypothesis and not slow" tests/unit $(TEST_ARGS)
