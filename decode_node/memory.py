@@ -189,8 +189,9 @@ class DecodeMemory:
                 pool[:, dst_start : dst_start + length] = pool[:, src_start : src_start + length]
 
     def spill(self, device: tuple[Extent, ...], host: tuple[Extent, ...], num_tokens: int) -> None:
-        """Copy the items of positions [0, num_tokens), in all layers, from device to host slots, and wait for
-        the copies. ``RequestTables.retract`` calls it for a dense request that gives up its device slots."""
+        """Copy the items of positions [0, num_tokens), in all layers, from device to host slots. On a GPU the
+        copies are launched on the current stream: ``RequestTables.retract``, which calls it for a dense
+        request that gives up its device slots, waits for them."""
         src_device_slots = slots_tensor(device)[:num_tokens].to(self.k_dev.device)
         runs = _host_runs(host, num_tokens)
         for layer_dev, layer_host in zip(self.k_dev, self.k_host, strict=True):
@@ -201,8 +202,6 @@ class DecodeMemory:
                 layer_host[dst_host].copy_(
                     items[start : start + dst_host.stop - dst_host.start], non_blocking=True
                 )
-        if self.k_dev.device.type == "cuda":
-            torch.cuda.current_stream(self.k_dev.device).synchronize()
 
 
 def num_host_bytes(spec: ModelSpec, totals: SlotCounts, page_size: int, device: torch.device) -> int:

@@ -179,13 +179,12 @@ class StepLine:
 
     def launch(self, batch: list[Request], step: NodeStep) -> Launched | None:
         """Enqueue one step; an error in it ends the requests of its batch. Raises what ``advance`` raises."""
+        self._tables.note_launch()
         if step.num_tokens == 0:
-            self._tables.note_launch()
             return None
         self.num_launched += 1
         try:
             self._scrubber.before_step(batch)
-            self._tables.note_launch()
             return self.runner.launch(batch, step)
         except Exception as error:
             if self._lockstep.ends_engine(error):

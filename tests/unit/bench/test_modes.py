@@ -23,7 +23,7 @@ NODE = Node(
     hot_secs=0.0045e-3,
     hit_share=0.65,
 )
-"""A node whose device pool holds 16 dense requests of 8k, and whose hot buffers change at no cost."""
+"""A node whose device pool holds 16 dense requests of 8k."""
 
 
 def test_hot_buffers_miss_what_was_measured() -> None:
