@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hisparse_pd.decode_node.drafting import NO_DRAFT
 from hisparse_pd.decode_node.step_buffers import FROM_DEVICE, StepInputs
+from hisparse_pd.kernels.step_tokens import newest_tokens
 
 
 class DraftsToVerify(NamedTuple):
@@ -49,7 +50,7 @@ class RowOutcomes:
 
     def newest_tokens(self, given: Tensor, req_rows: Tensor) -> Tensor:
         """Return the newest tokens, [num_reqs]: those that the host has ``given``, else the rows' own."""
-        return torch.where(given == FROM_DEVICE, self.tokens[req_rows], given)
+        return newest_tokens(given, self.tokens, req_rows)
 
     def lengths(self, inputs: StepInputs, num_reqs: int) -> Tensor:
         """Return the lengths of the sequences, the newest token included: [num_reqs]."""
@@ -75,10 +76,6 @@ class RowOutcomes:
         counts = counts.minimum(inputs.slot_ends[:num_reqs] - seq_lens)
         places = torch.arange(num_drafts, device=drafts.device)
         return DraftsToVerify(torch.where(places < counts[:, None], drafts, NO_DRAFT), counts)
-
-    def put_plain(self, inputs: StepInputs, tokens: Tensor) -> None:
-        """Write the outcomes of a step without drafts: ``tokens`` [num_reqs]."""
-        self.tokens[self._rows_of(inputs, tokens.shape[0])] = tokens
 
     def put_verified(self, inputs: StepInputs, tokens: Tensor, seq_lens: Tensor, drafts: Tensor) -> None:
         """Write the outcomes of a step that verified drafts: ``tokens`` and ``seq_lens`` [num_reqs], and next

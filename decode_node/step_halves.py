@@ -22,14 +22,14 @@ from hisparse_pd.core.model.side_stream import SideStream
 from hisparse_pd.decode_node.attention_parts import AttentionParts, MissCopies, StepInParts
 from hisparse_pd.decode_node.device_step import DeviceStep, NewPositions
 from hisparse_pd.decode_node.draft_chain import draft_chain
-from hisparse_pd.decode_node.drafting import NO_DRAFT
 from hisparse_pd.decode_node.forward_results import Forward, KeptResults, Verified
 from hisparse_pd.decode_node.micro_batches import MicroBatches
 from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.decode_node.row_outcomes import RowOutcomes
 from hisparse_pd.decode_node.split_choice import Split
 from hisparse_pd.decode_node.step_buffers import StepInputs
-from hisparse_pd.decode_node.step_results import TOKEN_COLUMN, join_plain, join_verified
+from hisparse_pd.decode_node.step_results import join_verified
+from hisparse_pd.kernels.step_tokens import TOKEN_COLUMN, likeliest_tokens, plain_results
 
 
 class FirstHalf(NamedTuple):
@@ -95,9 +95,16 @@ class StepHalves:
         logits, hidden = self._run_model(token_ids, new, split)
         if self._kept is not None and hidden is not None:
             self._kept.hidden[:num_reqs] = hidden
-        likeliest = _or_known(logits.argmax(dim=-1), inputs.known_next[:num_reqs])
-        self._outcomes.put_plain(inputs, likeliest)
-        results = join_plain(self._tables.row_results(req_rows), likeliest)
+        state = self._tables.state
+        results = plain_results(
+            logits,
+            inputs.known_next[:num_reqs],
+            req_rows,
+            inputs.num_real_reqs,
+            state.error_flags,
+            state.counters,
+            self._outcomes.tokens,
+        )
         # Draws replace the likeliest tokens in place: the column is a view of ``results``.
         return Forward(num_reqs, 1, logits, results[:, TOKEN_COLUMN], results)
 
@@ -150,7 +157,7 @@ class StepHalves:
 
         kept.logits[:num_rows] = logits
         kept.hidden[:num_rows] = hidden
-        kept.token_ids[:num_rows] = _or_known(logits.argmax(dim=-1), inputs.known_next[:num_rows])
+        kept.token_ids[:num_rows] = likeliest_tokens(logits, inputs.known_next[:num_rows])
         verified = Verified(access, seq_lens, drafts)
         return Forward(
             num_reqs, num_new, kept.logits[:num_rows], kept.token_ids[:num_rows], verified=verified
@@ -203,9 +210,3 @@ class StepHalves:
         self._outcomes.put_verified(inputs, newest_tokens, seq_lens + 1, next_drafts)
         row_results = self._tables.row_results(req_rows)
         return join_verified(row_results, verified.drafts.counts, accepted, token_ids, next_drafts)
-
-
-def _or_known(likeliest: Tensor, known: Tensor) -> Tensor:
-    """Return the token behind each position: the prompt's own where ``known`` has one, not NO_DRAFT, and
-    else the likeliest."""
-    return torch.where(known == NO_DRAFT, likeliest, known)

@@ -1,7 +1,8 @@
 """The results of a step: one tensor with a row for each request, which the host reads in one copy.
 
-The forward joins it on the device (``join_plain``, ``join_verified``), and the runner turns its rows into
-``StepResult`` (``read_results``). Its columns: error flags, hits, misses and evictions of the row, then
+The forward makes it on the device (``kernels.step_tokens.plain_results``, ``join_verified``), and the runner
+turns its rows into ``StepResult`` (``read_results``). Its columns: error flags, hits, misses and evictions of
+the row, then
 
 - the token, after a step without drafts;
 - the number of drafts, the number of accepted ones, ``num_new`` drawn tokens and ``num_new - 1`` next drafts,
@@ -29,9 +30,7 @@ from hisparse_pd.base.vocabulary import TokenLogprob
 from hisparse_pd.core.model.sampling import Sampled
 from hisparse_pd.decode_node.swap_counts import SwapCounts
 from hisparse_pd.kernels.row_errors import HotBufferError
-
-TOKEN_COLUMN = 4
-"""The token's column after a step without drafts."""
+from hisparse_pd.kernels.step_tokens import TOKEN_COLUMN
 
 
 def num_columns(num_new: int) -> int:
@@ -40,16 +39,11 @@ def num_columns(num_new: int) -> int:
     return TOKEN_COLUMN + (1 if num_new == 1 else 2 + num_new + num_new - 1)
 
 
-def join_plain(row_results: Tensor, token_ids: Tensor) -> Tensor:
-    """Join the results of a step without drafts. ``row_results``: int64 [num_reqs, 4], of
-    ``RequestTables.row_results``; ``token_ids``: int64 [num_reqs]."""
-    return torch.cat((row_results, token_ids[:, None]), dim=1)
-
-
 def join_verified(
     row_results: Tensor, num_drafts: Tensor, num_accepted: Tensor, token_ids: Tensor, next_drafts: Tensor
 ) -> Tensor:
-    """Join the results of a step that verified drafts. ``num_drafts``, ``num_accepted``: int64 [num_reqs];
+    """Join the results of a step that verified drafts. ``row_results``: int64 [num_reqs, 4], of
+    ``RequestTables.row_results``; ``num_drafts``, ``num_accepted``: int64 [num_reqs];
     ``token_ids``: int64 [num_reqs, num_new]; ``next_drafts``: int64 [num_reqs, num_new - 1]."""
     counts = torch.stack((num_drafts, num_accepted), dim=1)
     return torch.cat((row_results, counts, token_ids, next_drafts), dim=1)

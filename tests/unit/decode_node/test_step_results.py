@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hisparse_pd.decode_node.step_results import join_plain, join_verified, num_columns, read_results
+from hisparse_pd.decode_node.step_results import join_verified, num_columns, read_results
 from hisparse_pd.kernels.row_errors import HotBufferError
 
 WRONG = int(HotBufferError.WRONG_ROW)
@@ -13,7 +13,7 @@ COUNTERS = [(7, 8, 9), (1, 2, 3)]
 
 
 def test_a_step_without_drafts_has_a_token_for_each_request() -> None:
-    joined = join_plain(ROW_RESULTS, torch.tensor([50, 51]))
+    joined = torch.cat((ROW_RESULTS, torch.tensor([[50], [51]])), dim=1)  # as ``plain_results`` returns it
     assert joined.shape == (2, num_columns(1))
     results = read_results(joined.tolist(), 1, [0, 0], None)
     assert [result.token_ids for result in results] == [[50], [51]]
