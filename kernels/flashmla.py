@@ -109,7 +109,7 @@ class FlashMlaSparseAttention:
         num_splits = num_splits_of(top_k, self.split_slots, TOP_K_MULTIPLE[FLASHMLA_SPARSE])
         queries = q.to(torch.bfloat16).contiguous()
         results, _, log_sums = flash_mla().flash_mla_sparse_fwd(
-            queries if num_splits == 1 else queries.repeat_interleave(num_splits, dim=0),
+            queries if num_splits == 1 else _repeated(queries, num_splits),
             layer_pool.view(torch.bfloat16)[:, None, :],
             device_slots.view(num_tokens * num_splits, 1, -1),
             scale,
@@ -126,6 +126,14 @@ class FlashMlaSparseAttention:
             log_sums.view(num_tokens, num_splits, num_heads),
             torch.empty((num_tokens, num_heads, KV_LORA_RANK), dtype=q.dtype, device=q.device),
         )
+
+
+def _repeated(queries: Tensor, times: int) -> Tensor:
+    """Return bfloat16 ``queries`` [num_tokens, num_heads, dim], contiguous, each ``times`` times in a row."""
+    num_tokens, num_heads, dim = queries.shape
+    words = queries.view(torch.int64)  # torch copies an element at a time: four numbers are one of these
+    copies = words[:, None].expand(num_tokens, times, num_heads, words.shape[2]).contiguous()
+    return copies.view(torch.bfloat16).view(num_tokens * times, num_heads, dim)
 
 
 @dataclass(frozen=True)

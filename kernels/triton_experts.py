@@ -49,7 +49,7 @@ TILINGS: Final = {FEW_TILE_ROWS: Tiling(128, 64, 4, 4), MANY_TILE_ROWS: Tiling(1
 """Tilings for products in bfloat16, by the rows of a tile."""
 FLOAT32_TILING: Final = Tiling(32, 32, 4, 2)
 """Tiling for float32 products, which do not use tensor cores."""
-ROUNDED_TILINGS: Final = {FEW_TILE_ROWS: Tiling(128, 128, 4, 3), MANY_TILE_ROWS: Tiling(128, 128, 8, 3)}
+ROUNDED_TILINGS: Final = {FEW_TILE_ROWS: Tiling(128, 128, 4, 4), MANY_TILE_ROWS: Tiling(128, 128, 8, 3)}
 """Tilings for products of fp8 with fp8, by the rows of a tile."""
 NARROW_TILING: Final = Tiling(32, 128, 4, 8)
 NARROW_BFLOAT16_TILING: Final = Tiling(64, 128, 4, 3)
