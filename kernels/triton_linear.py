@@ -8,10 +8,6 @@ bits among any number of tokens. For few tokens each part has its own program, s
 matrix fills the GPU too and takes as long as reading the matrix; the caller adds up the parts. For many
 tokens a program adds them up itself; on Hopper that is a program of ``kernels.gluon_linear``. The tensor
 cores' wide operand is the matrix if tokens are few, and the tokens if they are many. Rows are the matrix's.
-
-For few tokens the time is that of reading the matrix, if as many programs are resident as loads need. On
-Hopper, blocks of the matrix are therefore loaded by TMA, which needs no registers for addresses, and the
-stages of a pipeline are no more than let three programs share a multiprocessor's memory.
 """
 
 from __future__ import annotations
@@ -23,11 +19,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hisparse_pd.kernels import gluon_linear
 from hisparse_pd.kernels.block_fp8 import BLOCK
-from hisparse_pd.kernels.cuda_launch import num_multiprocessors
 from hisparse_pd.kernels.fp8_rows import FEW_ROWS
 from hisparse_pd.kernels.triton_launch import begin, launch_options, prefetch
 
@@ -51,19 +45,10 @@ class Tiling:
     """Rows of the matrix; they divide ``BLOCK``, so that they have one scale."""
     num_stages: int
     num_warps: int = 4
-    max_registers: int | None = None
-    """Most registers of a thread; None: as many as it needs."""
 
 
-FEW: Final = (Tiling(16, 128, 3), Tiling(32, 128, 3), Tiling(64, 128, 3))
-"""Tilings in fp8 for up to FEW_ROWS tokens; the first that holds all tokens is used."""
-FEW_BFLOAT16: Final = (Tiling(16, 128, 3), Tiling(32, 128, 3), Tiling(64, 128, 4))
-"""The same in bfloat16."""
-CLOSE: Final = Tiling(64, 128, 3, max_registers=168)
-"""Tiling in fp8 for 33 to 64 tokens of which a multiprocessor's registers hold three programs instead of two.
-It is slower, except where the last programs would run alone otherwise."""
-RESIDENT: Final = 2
-"""Programs of a multiprocessor, from more of which on CLOSE is used."""
+FEW: Final = (Tiling(16, 128, 5), Tiling(32, 128, 5), Tiling(64, 128, 3))
+"""Tilings for up to FEW_ROWS tokens; the first that holds all tokens is used."""
 MANY: Final = Tiling(128, 64, 4)
 """Tiling for more tokens."""
 
@@ -96,10 +81,10 @@ def linear_parts(
     (rows, columns), block = values.shape, block_columns(values)
     blocks, parts = triton.cdiv(columns, block), num_parts(values)
     # Who multiplies: a program for each part if there are few tokens, else ``gluon_linear`` where it can.
-    is_few, is_for_hopper = num_tokens <= FEW_ROWS, gluon_linear.takes_groups(x, values)
-    by_gluon, by_tma = is_for_hopper and not is_few, is_for_hopper and is_few
+    is_few = num_tokens <= FEW_ROWS
+    by_gluon = not is_few and gluon_linear.takes_groups(x, values)
     programs = parts if is_few or (by_gluon and gluon_linear.is_split(num_tokens, blocks)) else 1
-    tiling = _tiling(x, num_tokens, rows, parts, by_tma=by_tma)
+    tiling = next((few for few in FEW if few.tokens >= num_tokens), MANY)
     dtype = torch.bfloat16 if programs == 1 else torch.float32
     out = torch.empty((programs, num_tokens, rows), dtype=dtype, device=x.device)
     sizes = {
@@ -118,14 +103,10 @@ def linear_parts(
         if by_gluon:
             gluon_linear.many_rows_parts(x, x_scales, values, scales, out, scales_stride, sizes)
             return out
-        tiles = values  # A kernel takes no None: it stands for an absent descriptor.
-        if by_tma:
-            tiles = TensorDescriptor(values, [rows, columns], [columns, 1], [tiling.rows, block])
         linear_kernel[(triton.cdiv(rows, tiling.rows), programs, triton.cdiv(num_tokens, tiling.tokens))](
             x,
             x_scales,
             values,
-            tiles,
             scales,
             out,
             num_tokens,
@@ -133,28 +114,14 @@ def linear_parts(
             scales_stride,
             **sizes,
             MATRIX_IS_WIDE=is_few,
-            BY_TMA=by_tma,
             PREFETCHED=PREFETCHED_BLOCKS,
             TILE=tiling.tokens,
             BLOCK_ROWS=tiling.rows,
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
-            maxnreg=tiling.max_registers,
             **launch_options(x.device),
         )
     return out
-
-
-def _tiling(x: Tensor, num_tokens: int, rows: int, parts: int, *, by_tma: bool) -> Tiling:
-    """Choose the tiling for ``num_tokens`` rows of ``x`` and a matrix of so many rows and ``parts``."""
-    is_fp8 = x.itemsize == 1
-    tilings = FEW if is_fp8 else FEW_BFLOAT16
-    tiling = next((few for few in tilings if few.tokens >= num_tokens), MANY)
-    if by_tma and is_fp8 and tiling.tokens == CLOSE.tokens:
-        num_programs = triton.cdiv(rows, tiling.rows) * parts
-        if num_programs > RESIDENT * num_multiprocessors(x.device):
-            return CLOSE
-    return tiling
 
 
 @triton.jit(do_not_specialize=["num_tokens", "scales_stride"])
@@ -162,7 +129,6 @@ def linear_kernel(
     x,
     x_scales,
     values,
-    tiles,
     scales,
     out,
     num_tokens,
@@ -176,15 +142,14 @@ def linear_kernel(
     PART_BLOCKS: tl.constexpr,
     PARTS: tl.constexpr,
     MATRIX_IS_WIDE: tl.constexpr,
-    BY_TMA: tl.constexpr,
     PREFETCHED: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Compute ``out[part, tile, n]`` for some rows of the matrix, a part of its columns or all, and a tile of
-    tokens. ``MATRIX_IS_WIDE``: the matrix is the wide operand. ``BY_TMA``: its blocks are loaded through its
-    descriptor, ``tiles``. ``m`` are tokens, ``n`` rows of the matrix and ``k`` columns.
+    tokens. ``MATRIX_IS_WIDE``: the matrix is the wide operand. ``m`` are tokens, ``n`` rows of the matrix and
+    ``k`` columns.
     """
     n = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     part = tl.program_id(1)
@@ -213,10 +178,7 @@ def linear_kernel(
     for block in range(first_block, end_block):
         column = block * BLOCK + k
         is_k = (column < COLUMNS)[None, :]
-        if BY_TMA:
-            weights = tiles.load([tl.program_id(0) * BLOCK_ROWS, block * BLOCK])
-        else:
-            weights = tl.load(matrix_rows + column[None, :], mask=is_n[:, None] & is_k, other=0.0)
+        weights = tl.load(matrix_rows + column[None, :], mask=is_n[:, None] & is_k, other=0.0)
         tokens = tl.load(token_rows + column[None, :], mask=is_m[:, None] & is_k, other=0.0)
         if HAS_SCALES:
             # Scales are loaded one round ahead, because Triton does not pipeline these loads.

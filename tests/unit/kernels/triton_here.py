@@ -104,8 +104,7 @@ def compiles_launches() -> Iterator[set[str]]:
             value = values[name]
             if hasattr(value, "block_shape"):
                 element = _TYPES[str(value.base.dtype).removeprefix("torch.")]
-                layout = f",{value.layout!r}" if hasattr(value, "layout") else ""  # Gluon's have one
-                types[name] = f"tensordesc<{element}{value.block_shape}{layout}>"
+                types[name] = f"tensordesc<{element}{value.block_shape},{value.layout!r}>"
             elif hasattr(value, "dtype"):
                 types[name] = "*" + _TYPES[str(value.dtype).removeprefix("torch.")]
                 aligned.append(name)
