@@ -35,8 +35,9 @@ class DecodeSettings(NodeSettings, TracedSettings):
     )
     sampling_defaults: Literal["model", "openai"] = Field(
         "model",
-        description="temperature, top_p and top_k of a request that does not set them, the same on all "
-        "decode nodes; model: those in the checkpoint's generation_config.json; openai: 1, 1 and no top_k",
+        description="temperature, top_p, top_k, min_p and repetition_penalty of a request that does not set "
+        "them, the same on all decode nodes; model: those in the checkpoint's generation_config.json; "
+        "openai: 1, 1, none, 0 and 1",
     )
     chat_control_tokens: Literal["template", "anyone"] = Field(
         "template",
@@ -53,7 +54,8 @@ class DecodeSettings(NodeSettings, TracedSettings):
     )
     hisparse: HisparsePolicy = Field(
         HisparsePolicy.AUTO,
-        description="mode of requests without the flag hisparse; auto: dense while the device pool has room",
+        description="mode of requests without the field hisparse; auto: the node chooses for each request, "
+        "dense while the device pool has room",
     )
     device_buffer_size: TokensOrFree = Field(
         0,
@@ -83,8 +85,8 @@ class DecodeSettings(NodeSettings, TracedSettings):
         1,
         ge=1,
         le=1024,
-        description="number of tokens that are sent to a client together; larger values save the servers "
-        "work when hundreds of requests stream; a request's first and last tokens never wait",
+        description="number of tokens that a stream's chunk holds; larger values save work when hundreds of "
+        "requests stream; a request's first and last tokens never wait",
     )
     cuda_graph_max_bs: int | None = Field(
         None,

@@ -16,6 +16,7 @@ from hisparse_pd.base.settings import MAX_PORT, FrozenSettings
 
 _TCP = re.compile(r"(tcp://(?:\*|\[[0-9A-Fa-f:.%*]+\]|[^\s:/\[\]]+)):([0-9]{1,5})")
 _IPC = re.compile(r"ipc://\S+")
+_EXAMPLE = '{"publisher": "zmq", "endpoint": "tcp://*:5557"}'
 
 
 class KvEventsConfig(FrozenSettings):
@@ -101,8 +102,13 @@ class KvEventsConfig(FrozenSettings):
 
 
 def _in_words(problem: Mapping[str, Any]) -> str:
-    where = ".".join(map(str, problem["loc"])) or "the JSON"
-    return f"{where}: {str(problem['msg']).removeprefix('Value error, ')}"
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    if not problem["loc"]:
+        return f"{message}; expected a JSON object such as {_EXAMPLE}"
+    name = str(problem["loc"][0])
+    if problem["type"] == "extra_forbidden":
+        return f"unknown key {name!r}; allowed: {', '.join(KvEventsConfig.model_fields)}"
+    return f"{name}: {message}"
 
 
 def _moved(endpoint: str, rank: int) -> str:

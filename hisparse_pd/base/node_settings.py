@@ -100,6 +100,7 @@ class NodeSettings(HttpSettings, TransportSettings):
         "",
         description="HOST:PORT of machine 0 where the ranks of several machines meet; the following ports "
         "are used, too, one for each pair of a rank and a front",
+        title="HOST:PORT",
     )
     rank_exchange: Literal["auto", "nccl"] = Field(
         "auto",
@@ -118,8 +119,8 @@ class NodeSettings(HttpSettings, TransportSettings):
     )
     same_host_lane: Literal["auto", "off"] = Field(
         "auto",
-        description="shared memory as the way of KV between two nodes of one machine; auto: used if both see "
-        "the same memory, else --transfer-protocol; off: not used",
+        description="whether KV goes through shared memory between two nodes of one machine; auto: if both "
+        "see the same memory, else by --transfer-protocol; off: never",
     )
     control_key_file: Path | None = Field(
         None,
@@ -133,23 +134,22 @@ class NodeSettings(HttpSettings, TransportSettings):
     )
     heartbeat_interval_secs: Secs = Field(
         5.0,
-        description="interval of a decode node's heartbeats, in seconds, the same on all nodes; a peer is "
-        f"lost after {MAX_HEARTBEAT_FAILURES} intervals without a sign of life",
+        description="interval at which prefill and decode nodes exchange heartbeats, in seconds, the same on "
+        f"all nodes; a peer is lost after {MAX_HEARTBEAT_FAILURES} intervals without a sign of life",
     )
     max_queued_requests: int = Field(
         4096,
         ge=0,
-        description="maximum number of samples that wait beside --max-running-requests; requests beyond it "
-        "are answered 429",
+        description="maximum number of samples that wait, beside --max-running-requests; a request beyond it "
+        "is answered 429",
     )
     num_threads: int = Field(
         0, ge=0, le=4096, description="CPU threads of torch in each engine; 0: torch's own choice"
     )
     disable_prefix_cache: bool = Field(
         False,
-        description="keep no KV of requests that have ended; if it is kept, a request with the same "
-        "beginning uses it: a prefill node computes only the rest, and only the rest is sent to a decode "
-        "node",
+        description="keep no KV of requests that have ended; without this option a later request with the "
+        "same beginning uses that KV, and only the rest is computed and sent",
     )
     kv_events_config: str = Field(
         "",
@@ -171,8 +171,8 @@ class NodeSettings(HttpSettings, TransportSettings):
         # Checked here so that it fails before the model is loaded, not after.
         if self.reachable_host in WILDCARD_HOSTS:
             raise ValueError(
-                f"host {self.reachable_host!r} is every address of this machine, and peers need one; give "
-                "--advertise-host"
+                f"host {self.reachable_host!r} stands for every address of this machine, and peers connect "
+                "to one address; give it as --advertise-host"
             )
         return self
 
@@ -182,13 +182,13 @@ class NodeSettings(HttpSettings, TransportSettings):
             raise ValueError(f"node_rank {self.node_rank} must be below nnodes {self.nnodes}")
         if self.dp_size % self.nnodes != 0:
             raise ValueError(
-                f"dp_size {self.dp_size} must be a multiple of nnodes {self.nnodes}: the ranks of all "
-                "machines together, as many on each"
+                f"dp_size {self.dp_size} must be a multiple of nnodes {self.nnodes}: it is the number of "
+                "ranks on all machines together, and each machine has the same number"
             )
         if (self.nnodes > 1) != bool(self.dist_init_addr):
             raise ValueError(
                 f"nnodes {self.nnodes} with dist_init_addr {self.dist_init_addr!r}: a node of several "
-                "machines needs both, one of a single machine neither"
+                "machines needs both, and a node of a single machine neither"
             )
         if self.dist_init_addr:
             host, port = self.dist_init_host_port

@@ -69,8 +69,8 @@ class HttpSettings(FrozenSettings):
     host: str = Field("127.0.0.1", description="address that the HTTP server binds")
     api_key_file: Path | None = Field(
         None,
-        description="file with API keys, one a line, of which each HTTP request needs one; default: requests "
-        "need no key",
+        description="file with API keys, one a line; a request without one of them is answered 401; default: "
+        "requests need no key",
     )
     ssl_certfile: Path | None = Field(
         None,
@@ -84,8 +84,8 @@ class HttpSettings(FrozenSettings):
     )
     drain_timeout_secs: SecsOrZero = Field(
         15.0,
-        description="time that requests in flight have to finish after SIGTERM, in seconds; later ones end "
-        "with a 503",
+        description="time that requests in flight have to finish after SIGTERM, in seconds; those that take "
+        "longer end with a 503",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="lowest level of messages that are logged"
@@ -116,11 +116,15 @@ class TransportSettings(FrozenSettings):
     """KV transport of a node on this machine. ``hisparse-pd doctor`` takes the same options to check it."""
 
     host: str = Field("127.0.0.1", description="address that this process listens on")
-    device: Device = Field("cpu", description="device of the model and the device pool: cpu, cuda or cuda:N")
+    device: Device = Field(
+        "cpu",
+        description="device of the model and the pools of KV on it: cpu, cuda or cuda:N",
+        title="cpu|cuda|cuda:N",
+    )
     transfer_protocol: TransferProtocol = Field(
         "tcp",
-        description="protocol of the KV transport, the same on all nodes; rdma: refuse to start without it; "
-        "auto: rdma where it can be used, else tcp",
+        description="protocol by which KV crosses the network, the same on all nodes; rdma: a node "
+        "without it does not start; auto: rdma where it can be used, else tcp",
     )
     ib_device: str = Field(
         "",
@@ -129,9 +133,9 @@ class TransportSettings(FrozenSettings):
     )
     numa: Numa = Field(
         "auto",
-        description="NUMA node of a rank's engine, threads and pools; auto: that of its GPU, where the "
-        "machine has several; off: nothing is placed; N or N,N…: one for all ranks of this machine, or one "
-        "for each",
+        description="NUMA node of a rank's engine, threads and pools; auto: that of its GPU, if the machine "
+        "has several NUMA nodes; off: nothing is placed; N or N,N…: one for all ranks of this machine, or "
+        "one for each",
         title="auto|off|N[,N...]",
     )
     advertise_host: str = Field(

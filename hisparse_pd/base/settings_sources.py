@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
+from annotated_types import Ge, Gt, Le, Lt, MaxLen
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
@@ -25,6 +26,8 @@ from hisparse_pd.base.router_settings import RouterSettings
 S = TypeVar("S", bound=BaseModel)
 
 _MAX_SHOWN_CHARS = 200
+_NUMBERS = {"INT": "an integer", "FLOAT": "a number"}
+"""Kinds of number in errors, by the word that ``metavar`` has for them."""
 
 
 class SettingsError(ValueError):
@@ -54,8 +57,9 @@ def validate(model: type[S], from_file: Mapping[str, Any], source: str, given: M
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        problems = "; ".join(_explain(model, problem, source, given) for problem in error.errors())
-        raise SettingsError(problems) from error
+        # A field that takes a number or a word has a problem with each, and they are explained alike.
+        problems = dict.fromkeys(_explain(model, problem, source, given) for problem in error.errors())
+        raise SettingsError("; ".join(problems)) from error
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -68,7 +72,9 @@ def read_file(path: Path) -> dict[str, Any]:
         content: Any = tomllib.loads(text) if suffix == ".toml" else yaml.safe_load(text) or {}
     except RecursionError as error:
         raise SettingsError(f"--config {path}: it is nested too deeply") from error
-    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError for impossible dates and numbers, too
+    except OSError as error:
+        raise SettingsError(f"--config {path}: {error.strerror}") from error
+    except (ValueError, yaml.YAMLError) as error:  # ValueError for impossible dates and numbers, too
         raise SettingsError(f"--config {path}: {error}") from error
     if not isinstance(content, dict):
         raise SettingsError(f"--config {path}: expected keys with values, got a {type(content).__name__}")
@@ -142,6 +148,30 @@ def choices(field: FieldInfo) -> list[str]:
     return []
 
 
+def bounds(field: FieldInfo) -> str:
+    """Return the bounds of a field in words, empty if it has none."""
+    constraints = list(field.metadata)
+    for annotation in get_args(field.annotation):  # of a number or a word, such as ``TokensOrAuto``
+        for note in getattr(annotation, "__metadata__", ()):
+            constraints += note.metadata if isinstance(note, FieldInfo) else ()
+    words = []
+    for constraint in constraints:
+        match constraint:
+            case Ge(ge=bound):
+                words.append(f"at least {bound}")
+            case Gt(gt=bound):
+                words.append(f"above {bound}")
+            case Le(le=bound):
+                words.append(f"at most {bound}")
+            case Lt(lt=bound):
+                words.append(f"below {bound}")
+            case MaxLen(max_length=bound):
+                words.append(f"at most {bound} characters")
+            case _:
+                continue
+    return ", ".join(words)
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return an end for an error message that suggests close matches, empty if there are none."""
     close = difflib.get_close_matches(word, list(known), n=3)
@@ -160,9 +190,25 @@ def _explain(
     if problem["type"] == "missing" and len(location) == 1:
         return f"{flag(name)} is required: {field.description}"
     where = flag(name) if name in given else f"{source}: {name}"
+    if problem["type"] == "value_error":  # a check of our own, whose message names the value
+        return f"{where}: {str(problem['msg']).removeprefix('Value error, ')}"
     shown = _shown(problem["input"])
     hint = did_you_mean(shown.strip("'"), choices(field))
-    return f"{where}: {shown}: {problem['msg']}{hint}"
+    return f"{where}: {shown}: expected {_expected(field)}{hint}"
+
+
+def _expected(field: FieldInfo) -> str:
+    """Return what a field takes, for an error: its words, a number in its bounds, or what its description
+    says."""
+    if field.annotation is bool:
+        return "true or false"
+    if allowed := choices(field):
+        return f"one of {', '.join(allowed)}"
+    limits = f" ({bounds(field)})" if bounds(field) else ""
+    kind, _, word = metavar(field).partition("|")  # INT, FLOAT or INT|auto, or a word for a text
+    if kind not in _NUMBERS:
+        return f"the {field.description}{limits}"
+    return f"{_NUMBERS[kind]}{limits}{f' or {word}' if word else ''}"
 
 
 def _shown(value: Any) -> str:

@@ -96,9 +96,17 @@ def make_parser() -> argparse.ArgumentParser:
             add_option(command, field_name, field)
         return command
 
-    add("prefill", "Run a prefill node: computes prompts and pushes their KV.", PrefillSettings.model_fields)
-    add("decode", "Run a decode node: receives KV and generates.", DecodeSettings.model_fields)
-    add("router", "Run the router: the OpenAI API in front of the nodes.", RouterSettings.model_fields)
+    add(
+        "prefill",
+        "Run a prefill node, which computes prompts and sends their KV to decode nodes.",
+        PrefillSettings.model_fields,
+    )
+    add("decode", "Run a decode node, which receives KV and generates tokens.", DecodeSettings.model_fields)
+    add(
+        "router",
+        "Run the router, which serves the HTTP API in front of the nodes.",
+        RouterSettings.model_fields,
+    )
     add("pair", "Run a prefill node, a decode node and a router on this machine.", pair_fields())
     doctor = add("doctor", "Check this machine before a node is deployed on it.", DoctorSettings.model_fields)
     doctor.add_argument("--json", action="store_true", help="print the report as JSON")
@@ -130,8 +138,10 @@ def _keygen(path: Path, *, for_api: bool) -> int:
         use = "give every node of the cluster --control-key-file with a copy of it"
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError as error:
+        raise SettingsError(f"{path} exists, and keygen overwrites no file; choose another path") from error
     except OSError as error:
-        raise SettingsError(f"{path}: {error.strerror}; an existing key is never overwritten") from error
+        raise SettingsError(f"{path}: {error.strerror}") from error
     with os.fdopen(descriptor, "wb") as file:
         file.write(key + b"\n")
     say(f"wrote {path}; {use}")

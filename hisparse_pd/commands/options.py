@@ -10,10 +10,9 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any, NoReturn, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from hisparse_pd.base.settings_sources import did_you_mean, flag, metavar
+from hisparse_pd.base.settings_sources import bounds, did_you_mean, flag, metavar
 
 USAGE_ERROR = 2
 
@@ -69,23 +68,5 @@ def _help(field: FieldInfo) -> str:
         default = ""
     else:
         default = f"default: {field.default}"
-    notes = "; ".join(note for note in (_bounds(field), default) if note)
+    notes = "; ".join(note for note in (bounds(field), default) if note)
     return f"{field.description}{f' ({notes})' if notes else ''}".replace("%", "%%")
-
-
-def _bounds(field: FieldInfo) -> str:
-    """Return a field's bounds in words."""
-    words = []
-    for constraint in field.metadata:
-        match constraint:
-            case Ge(ge=bound):
-                words.append(f"at least {bound}")
-            case Gt(gt=bound):
-                words.append(f"above {bound}")
-            case Le(le=bound):
-                words.append(f"at most {bound}")
-            case Lt(lt=bound):
-                words.append(f"below {bound}")
-            case _:
-                continue
-    return ", ".join(words)

@@ -116,7 +116,10 @@ def test_what_is_slow_to_import_is_imported_late(module: str, heavy: tuple[str, 
     ("arguments", "words"),
     [
         (["prefill", "--page-sise", "3"], ["--page-sise", "did you mean --page-size"]),
-        (["prefill", "--page-size", "0"], ["--page-size", "greater than or equal to 1"]),
+        (
+            ["prefill", "--page-size", "0"],
+            ["--page-size: '0': expected an integer (at least 1, at most 65536)"],
+        ),
         (
             ["decode", "--model-path", "m", "--hisparse", "alwys"],
             ["--hisparse", "never", "did you mean always"],
@@ -125,7 +128,7 @@ def test_what_is_slow_to_import_is_imported_late(module: str, heavy: tuple[str, 
         (["router", "--decode", "http://a:1"], ["--prefill is required"]),
         (["router", "--decode", "http://a:1", "--prefill", "http://b:1", "x"], ["--prefill", "'x'"]),
         (["pair", "--page-size", "x", "--model-path", "m"], ["--page-size"]),
-        (["pair", "--config", "gone.toml"], ["gone.toml"]),
+        (["pair", "--config", "gone.toml"], ["--config gone.toml: No such file or directory"]),
         (["prefil"], ["prefill", "decode", "router", "pair", "keygen"]),
     ],
 )
@@ -190,8 +193,14 @@ def test_keygen_never_overwrites(tmp_path: Path, capsys: pytest.CaptureFixture[s
     path.write_text("precious")
     code, _, err = exits(capsys, "keygen", str(path))
     assert code == 2
-    assert str(path) in err
+    assert f"{path} exists" in err
     assert path.read_text() == "precious"
+
+
+def test_keygen_names_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "missing" / "control.key"
+    code, _, err = exits(capsys, "keygen", str(path))
+    assert (code, err) == (2, f"hisparse-pd keygen: error: {path}: No such file or directory\n")
 
 
 # --- the supervisor of a pair ------------------------------------------------------------------------------

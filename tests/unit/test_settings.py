@@ -63,14 +63,25 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("pagesize = 32", ["settings.toml", "'pagesize', did you mean page_size", "device_pool_tokens"]),
-        ("page_size = 0", ["page_size", "0", "greater than or equal to 1"]),
+        ("page_size = 0", ["page_size: 0: expected an integer (at least 1, at most 65536)"]),
         ("page_size = true", ["page_size", "INT"]),
-        ("page_size = 64.5", ["page_size", "64.5"]),
-        ('hisparse = "alwys"', ["hisparse", "'auto', 'always' or 'never'", "did you mean always"]),
+        ("debug_checks = 3", ["debug_checks: 3: expected true or false"]),
+        ('device = "gpu"', ["device: 'gpu': expected the device of the model", "cpu, cuda or cuda:N"]),
+        ('numa = "first"', ["numa: 'first': expected the NUMA node", "off: nothing is placed"]),
+        (
+            f'same_host_dir = "{"d" * 65}"',
+            ["same_host_dir", "expected the directory", "(at most 64 characters)"],
+        ),
+        ('allowed_peers = ["a/b"]', ["allowed_peers: 'a/b' is neither an address nor a network"]),
+        ("page_size = 64.5", ["page_size: 64.5: expected an integer (at least 1, at most 65536)"]),
+        (
+            'hisparse = "alwys"',
+            ["hisparse: 'alwys': expected one of auto, always, never, did you mean always?"],
+        ),
         ("page_size = 1\npage-size = 2", ["page_size", "twice"]),
         ("page_size = ", ["settings.toml", "Invalid value"]),
         ('kv_cache_dtype = ["auto"]', ["kv_cache_dtype"]),
-        ("mem_fraction_static = 1.0", ["mem_fraction_static", "less than 1"]),
+        ("mem_fraction_static = 1.0", ["mem_fraction_static: 1.0: expected a number (above 0, below 1)"]),
         ("device_pool_tokens = 0", ["device_pool_tokens 0", "this node is on cpu", "give a number"]),
     ],
 )
@@ -81,6 +92,7 @@ def test_a_mistake_in_a_file_is_named_with_what_is_allowed(
         load_settings(DecodeSettings, MODEL, file(tmp_path, text))
     for word in words:
         assert word in str(caught.value)
+    assert "Input should" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +107,10 @@ def test_a_mistake_in_a_file_is_named_with_what_is_allowed(
             {"host_cache_tokens": "auto"},
             "host_cache_tokens auto: the KV pool of a node on cpu is in main memory",
         ),
-        ({"host_cache_tokens": "all"}, "--host-cache-tokens: 'all': Input should be 'auto'"),
+        (
+            {"host_cache_tokens": "all"},
+            r"^--host-cache-tokens: 'all': expected an integer \(at least 0, at most \d{13}\) or auto$",
+        ),
         (
             {"host_cache_tokens": "auto", "device": "cuda", "disable_prefix_cache": True},
             "host_cache_tokens auto keeps what the prefix cache has",
@@ -117,9 +132,9 @@ def test_rules_over_two_fields_are_checked_before_the_model_is_loaded(
 @pytest.mark.parametrize(
     ("value", "options", "message"),
     [
-        ("{", {}, "kv_events_config: the JSON: Invalid JSON"),
+        ("{", {}, "kv_events_config: Invalid JSON: .*; expected a JSON object such as {"),
         ('{"publisher": "nats"}', {}, "kv_events_config: publisher: Input should be 'null' or 'zmq'"),
-        ('{"topics": "a"}', {}, "kv_events_config: topics: Extra inputs are not permitted"),
+        ('{"topics": "a"}', {}, "kv_events_config: unknown key 'topics'; allowed: publisher, .*, topic$"),
         ('{"buffer_steps": 0}', {}, "kv_events_config: buffer_steps: .* greater than or equal to 1"),
         (
             '{"endpoint": "udp://*:1"}',
@@ -230,7 +245,7 @@ def test_a_pool_may_take_what_a_gpu_has_free(model: type[BaseModel], name: str) 
         assert getattr(load_settings(model, {**MODEL, name: "0", "device": device}), name) == 0
     with pytest.raises(SettingsError, match=f"{name} 0: .* --device cuda only, and this node is on cpu"):
         load_settings(model, {**MODEL, name: "0"})
-    with pytest.raises(SettingsError, match="'-1': Input should be greater"):
+    with pytest.raises(SettingsError, match=r"'-1': expected an integer \(at least 0, "):
         load_settings(model, {**MODEL, name: "-1", "device": "cuda"})
 
 
@@ -252,7 +267,7 @@ def test_up_to_seven_drafts_in_pages_that_hold_a_step_s_positions() -> None:
         SettingsError, match="speculative_num_steps 7 needs a page_size of at least 8, and it"
     ):
         load_settings(DecodeSettings, {**options, "page_size": "7"})
-    with pytest.raises(SettingsError, match=r"--speculative-num-steps: '8': .* less than or equal to 7"):
+    with pytest.raises(SettingsError, match=r"--speculative-num-steps: '8': .* at most 7\)"):
         load_settings(DecodeSettings, {**MODEL, "speculative_num_steps": "8"})
 
 

@@ -30,7 +30,10 @@ class DoctorSettings(TransportSettings):
     )
     port: Port = Field(8997, description="port of --serve; 0: any free one")
     peer: str = Field(
-        "", description="HOST:PORT of a doctor with --serve; measure how fast this machine writes to it"
+        "",
+        description="HOST:PORT of a doctor with --serve, to which this doctor measures the transport; "
+        "default: nothing is measured",
+        title="HOST:PORT",
     )
     peer_timeout_secs: Secs = Field(
         10.0, description="maximum time to wait for an answer from --peer, in seconds"
@@ -48,7 +51,9 @@ class DoctorSettings(TransportSettings):
         if self.peer and not (host and port.isdecimal() and 1 <= int(port) <= 65535):
             raise ValueError(f"--peer {self.peer!r}: expected HOST:PORT with a port in 1 to 65535")
         if self.peer and self.serve:
-            raise ValueError("--peer and --serve: one doctor serves, the other one measures")
+            raise ValueError(
+                "--peer and --serve: one doctor serves and another one measures; leave out one of them"
+            )
         return self
 
     @property
