@@ -49,8 +49,8 @@ _CLOSE_LINGER_MILLISECS = 1_000
 
 
 def allow_many_peers() -> None:
-    """Let this process have _MAX_SOCKETS ZMQ sockets, as far as its limit of descriptors goes. It counts only
-    before the first one is made."""
+    """Let this process have _MAX_SOCKETS ZMQ sockets, or as many as its limit of descriptors allows. Call
+    before the first socket is made; a later call has no effect."""
     zmq.Context.instance().set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
 
 

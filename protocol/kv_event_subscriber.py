@@ -1,12 +1,12 @@
 """A subscriber of KV events (``kv_events.py``): what ranks publish, in order and without gaps.
 
 A router has one ``KvEventSubscriber``. Its thread follows any number of ranks; a ``_Stream`` has one rank's
-sockets, and an ``Order`` what comes next. It asks for a replay when it begins to follow a rank, when it sees
-a gap, and when it has heard nothing for a while, as a gap shows only in what is published behind it. What is
-published meanwhile it keeps. What cannot be replayed is lost: then the owner is told to forget all that it
-knows of the rank, and the stream goes on with what comes. A rank that starts again counts from 0. That is
-noticed by a number lower than the one that comes next; one that has published as much again before it is
-heard looks as if it had gone on, so whoever knows that a rank has started again follows it anew.
+sockets, and an ``Order`` what comes next. A stream asks for a replay when it begins to follow a rank, when it
+sees a gap, and when it has heard nothing for a while, because a gap shows only when a later batch comes. It
+keeps the batches that are published meanwhile. If batches cannot be replayed, the owner is told to forget all
+that it knows of the rank, and the stream goes on with the next batch. A rank that starts again counts from 0,
+so its numbers are lower than the expected one. If the rank has published as many batches as before when it is
+heard again, the restart does not show: an owner that knows of a restart calls ``follow`` again.
 """
 
 from __future__ import annotations

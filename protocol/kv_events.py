@@ -2,8 +2,8 @@
 
 A message has three frames: the topic, the batch's sequence number (8 bytes, big endian, from 0), and a
 ``KvEventBatch``. This is the form of SGLang 0.5.17 and of vLLM up to 0.23, in which structs are arrays and an
-event's first element is its name. The fields are SGLang 0.5.17's, all of them always sent; they are the first
-ones of vLLM's. Their order never changes, and whoever decodes ignores further ones.
+event's first element is its name. The fields are those of SGLang 0.5.17, and all of them are always sent;
+vLLM's events begin with the same fields. Their order never changes, and decoders ignore further fields.
 
 A block is a page. Its hash stands for its tokens and all tokens before it: equal hashes on two nodes mean
 equal beginnings of prompts, whatever the node, its rank or its start.

@@ -14,12 +14,12 @@ from hisparse_pd.router.nodes import NodePool, Pair
 class Attempt:
     """A request at one pair: the call to the decode node, and the request's part in that node's load.
 
-    When the decode node shuts down, the pool calls ``_move``. It closes the call, which the relay sees fail:
-    it then goes on at another pair.
+    When the decode node shuts down, the pool calls ``_move``. It closes the call; the relay sees the call
+    fail, and goes on at another pair.
     """
 
     answer: NodeAnswer
-    """Set once its first bytes are here."""
+    """The decode node's answer; set once its first bytes are here."""
 
     def __init__(self, pair: Pair, call: Call, pool: NodePool, can_resume: Callable[[], bool]) -> None:
         """``can_resume``: whether another pair could go on with the request if this one ended now."""

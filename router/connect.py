@@ -58,8 +58,8 @@ class Call(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._num_unread = 0
-        """Bytes that came since the last wait for data began. The next wait takes them for read, because
-        ``read`` and ``_event`` wait only when they have used up what came."""
+        """Bytes that came since the last wait for data began. The next wait counts them as read, because
+        ``read`` and ``_event`` wait only after they have used up what came."""
         self._lost: Exception | None = None
         """Why the connection has ended; None while it is open."""
         self._is_closed = False
@@ -279,7 +279,7 @@ def _check_partial_head(data: bytes) -> None:
     """Raise ConnectionError if ``data``, which is no whole head of a chunk, cannot become one: a line is
     complete already, or too long. The first two bytes may be the line break that ends the chunk before."""
     if len(data) > _MAX_CHUNK_HEAD_BYTES or b"\n" in data[2:]:
-        raise ConnectionError(f"it says {data[:20]!r}, which begins no chunk")
+        raise ConnectionError(f"it sent {data[:20]!r}, which begins no chunk")
 
 
 def _body_of(headers: RawHeaders, data: bytes) -> _PlainBody | _ChunkedBody:

@@ -127,7 +127,7 @@ class HealthWatch:
         try:
             load = await self._calls.get_document(node, "/get_load", HEALTH_TIMEOUT_SECS, _LOAD_DECODER)
         except NodeDocumentError as error:
-            log.debug("%s told no load: %s", node.name, error)
+            log.debug("%s did not report its load: %s", node.name, error)
             return
         self._pool.report_load(node, _by_rank(load if isinstance(load, list) else [load]))
 

@@ -17,11 +17,12 @@ from hisparse_pd.serving.http.page_names import PageNames
 from hisparse_pd.serving.http.prefixes import BLOCK_BYTES, MAX_KEYS
 
 MAX_PAGES: Final = 1 << 18
-"""Most pages of a rank that are known, in all of its tiers: 16 million tokens, some 25 MB. Further ones are
-left out until others go."""
+"""Limit of the known pages of one rank, over all of its tiers: 16 million tokens, some 25 MB. Further pages
+are left out until others go."""
 
 MAX_TIERS: Final = 4
-"""Most tiers in which a rank is known to have one page, more than any node has; further ones are left out."""
+"""Limit of the tiers in which a rank is known to have one page. No node has as many; further ones are left
+out."""
 
 N = TypeVar("N", bound=Hashable)
 
@@ -103,8 +104,8 @@ class KnownPages(Generic[N]):
     def learn(self, keys: Sequence[bytes], num_bytes: int, names: PageNames) -> None:
         """Note the pages at the ends of a prompt's blocks, which have ``keys``.
 
-        The prompt has ``num_bytes`` bytes, which are taken for equally many tokens each. A page that is named
-        too early costs little: it is one of the same prompt.
+        The prompt has ``num_bytes`` bytes, and all of its pages count as equally long in bytes. A block may
+        therefore get the name of a later page, which costs little: the page is one of the same prompt.
         """
         for number in range(len(keys), 0, -1):  # the beginning counts as used last, and is forgotten last
             name = names.after(number * BLOCK_BYTES / num_bytes * names.num_tokens)

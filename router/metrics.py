@@ -43,7 +43,7 @@ class RouterMetrics:
         )
         self._resumes = self._counter(
             "resumes",
-            "Requests that went on at another decode node; lost: theirs was lost; moved: theirs was leaving",
+            "Requests that went on at another decode node; lost: their node failed; moved: it shut down",
             "reason",
         )
         for reason in ("lost", "moved"):  # made here to begin at 0: alerts on increases need a value before
@@ -135,7 +135,7 @@ class _NodeCollector(Collector):
             _PREFIX + "node_healthy", "1: requests go to the node", labels=("node", "kind")
         )
         known = GaugeMetricFamily(
-            _PREFIX + "known_pages", "Pages of KV that a node's events say it has", labels=("node", "kind")
+            _PREFIX + "known_pages", "Pages of KV that a node has, by its KV events", labels=("node", "kind")
         )
         for node in self._pool.nodes:
             known.add_metric((node.url, node.kind), self._pool.known.num_pages(node))

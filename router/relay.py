@@ -278,7 +278,7 @@ class RelayedRequest:
         secs = asyncio.get_running_loop().time() - search.began_at
         self._relay.metrics.count_resume(search.reason, secs)
         log.warning(
-            "%s: %s; it went on at %s behind %d records after %.3f s",
+            "%s: %s; the request goes on at %s, after %d records of its journal and %.3f s",
             self._endpoint,
             search.error,
             attempt.pair.decode.url,

@@ -126,7 +126,7 @@ class TransferEngine:
         addr, num_bytes = memory.data_ptr(), memory.nbytes
         if not memory.is_contiguous() or not num_bytes:
             raise TransferError(
-                f"{num_bytes} bytes at {addr:#x} are empty or not contiguous; register a copy"
+                f"memory of {num_bytes} bytes at {addr:#x} is empty or not contiguous; register a copy"
             )
         with self._lock:
             for start, other in self.registered.items():
@@ -172,7 +172,7 @@ class TransferEngine:
         self._move(session, columns, "read", stop)
 
     def _move(self, session: str, columns: Descriptors, verb: str, stop: Callable[[], str] | None) -> None:
-        """Write or read, which ``verb`` says."""
+        """Write or read, as ``verb`` says."""
         if not columns.lengths.size:
             return
         preposition = "to" if verb == "write" else "from"
@@ -226,7 +226,7 @@ class TransferEngine:
             )
 
     def renew(self, session: str) -> None:
-        """Note that another process than before has ``session``, so that the next write looks up its memory.
+        """Note that a new process has ``session``, so that the next write looks up that process's memory.
 
         Over TCP Mooncake keeps writing to the port of the first process that had a name. A zero in front of
         the port makes another name for the same address. Over RDMA Mooncake looks again when a write fails.

@@ -42,7 +42,7 @@ GPU_SLICE_BYTES: Final = 256 << 20
 which is long beside the 0.2 ms between two turns, in which nothing is copied."""
 
 GPU_READ_BYTES: Final = 512 << 20
-"""The same for reads, which wait for no writes, and which a request needs whole before it begins."""
+"""The same for reads. They wait for no writes, and a request begins only when all of its reads are over."""
 
 OPEN_SECS = 60.0
 """Limit for opening a decode node's memory. CUDA registers 90 GB of 4 KiB pages in that time, and some seven

@@ -135,13 +135,19 @@ class MooncakeStore:
                 memory = self._to_register[-1]
                 code = self._client.register_buffer(memory.data_ptr(), memory.nbytes)
                 if code != 0:
-                    raise StoreError(f"the store cannot register {memory.nbytes} bytes: code {code}")
+                    raise StoreError(
+                        f"the store's client cannot register {memory.nbytes} bytes: code {code}; for RDMA "
+                        "raise the locked-memory limit (ulimit -l)"
+                    )
                 self._to_register.pop()
             if self._lent_bytes and not self._lent_segments:
                 protocol = self._transport.protocol
                 lent = self._client.allocate_and_mount_segment(self._lent_bytes, protocol, _ANYWHERE)
                 if lent["ret"] != 0:
-                    raise StoreError(f"the store cannot take {self._lent_bytes} bytes: code {lent['ret']}")
+                    raise StoreError(
+                        f"the store at {self._address} cannot use {self._lent_bytes} lent bytes: code "
+                        f"{lent['ret']}; free as much main memory, or lend fewer bytes"
+                    )
                 self._lent_segments = lent["segment_ids"]
             self._is_connected = True
         log.info("connected to the store at %s, %d bytes lent to it", self._address, self._lent_bytes)
@@ -164,8 +170,8 @@ class MooncakeStore:
             raise StoreError(f"no connection to the store at {self._address}: code {code}")
 
     def _check_master(self) -> None:
-        """Raise StoreError unless the master answers: it closes a connection on which something else than a
-        call comes. A program that was stopped takes connections, and says nothing."""
+        """Raise StoreError unless the master answers: it closes a connection on which it gets bytes that are
+        no call. A stopped master accepts connections, but does not answer."""
         host, _, port = self._address.rpartition(":")
         try:
             with socket.create_connection((host.strip("[]"), int(port)), ANSWER_SECS) as connection:
@@ -179,7 +185,7 @@ class MooncakeStore:
     def exist(self, keys: Sequence[str]) -> list[bool]:
         codes = self._connected().batch_is_exist(list(keys))
         if any(code < 0 for code in codes):
-            raise StoreError(f"the store at {self._address} does not say what it has: code {min(codes)}")
+            raise StoreError(f"the store at {self._address} cannot look objects up: code {min(codes)}")
         return [code == 1 for code in codes]
 
     def get(self, keys: Sequence[str], memory: Sequence[Pieces]) -> list[Result]:
@@ -199,7 +205,7 @@ class MooncakeStore:
         # Without force Mooncake keeps an object for some seconds after somebody has looked for it.
         codes = self._connected().batch_remove(list(keys), True)
         if wrong := [code for code in codes if code not in (0, _ABSENT)]:
-            raise StoreError(f"the store at {self._address} does not remove an object: code {wrong[0]}")
+            raise StoreError(f"the store at {self._address} cannot remove an object: code {wrong[0]}")
 
     def close(self) -> None:
         with self._lock:

@@ -79,7 +79,7 @@ class Buffer:
                 self.memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         except Exception as error:
             raise DoctorError(
-                f"{num_bytes} bytes on device {device} cannot be had ({type(error).__name__}: {error})"
+                f"{num_bytes} bytes on device {device} cannot be allocated ({type(error).__name__}: {error})"
             ) from error
         self.base_addr = engine.register(self.memory)
 

@@ -143,4 +143,4 @@ class DoctorClient(_Socket[Reply]):
         try:
             return self._decoder.decode(frame)
         except msgspec.MsgspecError as error:
-            raise DoctorError(f"{self.endpoint} answers what is no answer: {error}") from error
+            raise DoctorError(f"{self.endpoint} sent a malformed answer: {error}") from error

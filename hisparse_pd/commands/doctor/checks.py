@@ -208,9 +208,9 @@ def check_memory(num_bytes: int, machine: Machine) -> Check:
     report."""
     free = free_memory(machine)
     if free is None:
-        return Check("free memory", Status.WARN, f"{machine.proc / 'meminfo'} does not tell")
+        return Check("free memory", Status.WARN, f"{machine.proc / 'meminfo'} does not say how much")
     if num_bytes == 0:
-        return Check("free memory", Status.INFO, f"{free}; --host-pool-gib checks it")
+        return Check("free memory", Status.INFO, f"{free}; give --host-pool-gib to check a pool's size")
     if (fault := memory_fault(num_bytes, machine)) is not None:
         return Check.of("free memory", fault, Status.FAIL)
     return Check("free memory", Status.OK, f"{free}, {show_bytes(num_bytes)} asked for")
@@ -224,7 +224,7 @@ def check_memlock(num_bytes: int, num_devices: int, asked: AskedProtocol, machin
         return Check.of("locked memory", fault, _RDMA_STATUS[asked])
     shown = "no limit" if limit is None else f"limit {show_bytes(limit)}"
     if limit is not None and may_lock_anything(machine):
-        shown += ", which CAP_IPC_LOCK lifts"
+        shown += ", which CAP_IPC_LOCK removes"
     return Check("locked memory", Status.INFO if asked == "tcp" else Status.OK, shown)
 
 
@@ -279,8 +279,8 @@ def check_address(host: str) -> Check:
     if (fault := address_fault(host)) is not None:
         return Check.of(name, fault, Status.WARN)
     if all(address.is_loopback for address in addresses_of(host)):
-        return Check(name, Status.INFO, f"{host}: only this machine itself reaches it")
-    return Check(name, Status.OK, f"{host} is of this machine")
+        return Check(name, Status.INFO, f"{host}: only this machine can reach it")
+    return Check(name, Status.OK, f"{host} belongs to this machine")
 
 
 def check_transport(

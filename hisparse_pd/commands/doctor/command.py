@@ -246,8 +246,9 @@ def print_report(report: Report, console: Console) -> None:
     console.print()
     num_failed = sum(check.status is Status.FAIL for check in report.checks)
     num_warned = sum(check.status is Status.WARN for check in report.checks)
-    verdict = "all good" if report.is_ok else f"{num_failed} missing"
-    console.print(f"{verdict}{f', {num_warned} to look at' if num_warned else ''}")
+    verdict = "all good" if report.is_ok else f"{num_failed} failed"
+    warnings = f", {num_warned} warning{'s' if num_warned > 1 else ''}" if num_warned else ""
+    console.print(f"{verdict}{warnings}")
 
 
 def _rates_table(rates: tuple[Rate, ...]) -> Table:

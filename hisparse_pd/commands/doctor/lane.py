@@ -62,7 +62,7 @@ def check_lane(directory: str) -> Check:
         remedy = "look at what confines the process (seccomp, LSM), or set --same-host-lane off"
         return Check(name, Status.WARN, f"nodes of this machine would use the network: {error}", remedy)
     if not arrived:
-        return Check(name, Status.FAIL, "what was written did not arrive", "set --same-host-lane off")
+        return Check(name, Status.FAIL, "the written bytes did not arrive", "set --same-host-lane off")
     return Check(name, Status.OK, f"memory passes between processes of this machine, by {where}")
 
 

@@ -538,7 +538,7 @@ def test_the_report_for_programs() -> None:
 def test_the_report_for_people() -> None:
     text = io.StringIO()
     print_report(REPORT, Console(file=text, width=100))
-    for words in ("[fd00::2] is here", "-> bring it back", "0.037", "31.2", "1 missing"):
+    for words in ("[fd00::2] is here", "-> bring it back", "0.037", "31.2", "1 failed"):
         assert words in text.getvalue()
 
 
@@ -547,7 +547,7 @@ def test_warnings_do_not_fail(tmp_path: Path) -> None:
     report = Report((Check("one", WARN, "odd"),), None)
     print_report(report, Console(file=text, width=100))
     assert report.is_ok
-    assert "all good, 1 to look at" in text.getvalue()
+    assert "all good, 1 warning\n" in text.getvalue()
 
 
 # --- settings ---------------------------------------------------------------------------------------------
