@@ -85,10 +85,15 @@ class ControlKeys:
             if not _Z85_KEY.fullmatch(secret):  # ZMQ accepts any text of the right length
                 raise ValueError(f"it holds {len(secret)} bytes that are not such a key")
             return cls(secret, zmq.curve_public(secret))
+        except FileNotFoundError as error:
+            raise ControlKeyError(
+                f"control_key_file {path}: {error.strerror}; copy the cluster's key to it, or make the first "
+                f"one with `hisparse-pd keygen {path}`"
+            ) from error
         except (OSError, ValueError, zmq.ZMQError) as error:
             raise ControlKeyError(
                 f"control_key_file {path}: expected one line with a 40-character Z85 CURVE secret key "
-                f"({error}); make one with `hisparse-pd keygen {path}`"
+                f"({error}); copy the cluster's key to it"
             ) from error
 
     @classmethod

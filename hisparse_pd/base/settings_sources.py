@@ -87,7 +87,9 @@ def with_underscores(section: Mapping[Any, Any], source: str) -> dict[str, Any]:
     for key, value in section.items():
         name = str(key).replace("-", "_")
         if name in renamed:
-            raise SettingsError(f"{source}: {name} stands there twice, with dashes and with underscores")
+            raise SettingsError(
+                f"{source}: {name} is given twice, with dashes and with underscores; give it once"
+            )
         renamed[name] = value
     return renamed
 

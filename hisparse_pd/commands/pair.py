@@ -107,7 +107,7 @@ def pair_settings(
     if pair.mps and (prefill.device == "cpu" or decode.device != prefill.device):
         raise SettingsError(
             f"--mps is for nodes that share a GPU; the prefill node's device is {prefill.device}, and the "
-            f"decode node's {decode.device}"
+            f"decode node's {decode.device}; give both the same GPU, or leave --mps out"
         )
     if prefill.host_cache_tokens == "auto":
         neighbours = prefill.neighbour_host_tokens + decode.host_tokens_here

@@ -117,6 +117,10 @@ def _read(path: Path) -> tuple[bytes, ...]:
         with path.open("rb") as file:
             content = file.read(_MAX_FILE_BYTES + 1)
         lines = content.decode().splitlines()
+    except FileNotFoundError as error:
+        raise KeyFileError(
+            f"API key file {path}: {_reason(error)}; make it with `hisparse-pd keygen --api {path}`"
+        ) from None
     except (OSError, UnicodeError) as error:
         raise KeyFileError(f"API key file {path}: {_reason(error)}") from None
     if len(content) > _MAX_FILE_BYTES:
@@ -131,13 +135,13 @@ def _read(path: Path) -> tuple[bytes, ...]:
         if not _KEY.fullmatch(key) or not MIN_KEY_CHARS <= len(key) <= MAX_KEY_CHARS:
             raise KeyFileError(
                 f"API key file {path}: line {number} is no key: expected {MIN_KEY_CHARS} to {MAX_KEY_CHARS} "
-                f"printable ASCII characters without spaces; make one with `hisparse-pd keygen --api {path}`"
+                "printable ASCII characters without spaces; make one with `hisparse-pd keygen --api NEW_FILE`"
             )
         keys.append(key.encode())
     if not 1 <= len(keys) <= MAX_KEYS:
         raise KeyFileError(
             f"API key file {path}: it holds {len(keys)} keys, expected 1 to {MAX_KEYS}, one a line; make one "
-            "with `hisparse-pd keygen --api FILE`"
+            "with `hisparse-pd keygen --api NEW_FILE`"
         )
     return tuple(keys)
 

@@ -43,11 +43,11 @@ def test_without_a_file_there_are_no_keys() -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (None, ["No such file"]),
-        (b"", ["0 keys", "keygen --api"]),
+        (None, ["No such file", "keygen --api /"]),
+        (b"", ["0 keys", "keygen --api NEW_FILE"]),
         (b"# only a comment\n", ["0 keys"]),
         (b"# first\nshort\n", ["line 2", "16 to 512"]),
-        (b"a key that has spaces in it\n", ["line 1"]),
+        (b"a key that has spaces in it\n", ["line 1", "keygen --api NEW_FILE"]),
         ("schl\u00fcssel-der-nicht-ascii-ist\n".encode(), ["line 1"]),
         (b"x" * 513, ["line 1"]),
         (b"\xff" * 32, ["UTF-8"]),

@@ -282,9 +282,9 @@ def test_a_key_survives_its_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (None, "No such file"),
+        (None, "No such file or directory; .*hisparse-pd keygen /"),
         (b"", "it holds 0 bytes"),
-        (b"not a key", "it holds 9 bytes"),
+        (b"not a key", "it holds 9 bytes .*; copy the cluster's key to it"),
         (b"x" * 41, "it holds 41 bytes"),
         (b"x" * 39 + b"~", "it holds 40 bytes"),
         (b"x" * 39 + b"\xa4", "it holds 40 bytes"),
