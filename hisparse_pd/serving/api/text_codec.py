@@ -288,6 +288,10 @@ def _json_object(path: Path) -> dict[str, Any]:
     """Read a JSON file of the checkpoint. Raises CheckpointError."""
     try:
         found = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path}: no such file; --model-path needs a Hugging Face checkpoint"
+        ) from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from error
     if not isinstance(found, dict):

@@ -20,7 +20,7 @@ from tests.waiting import wait_until
 
 TROUBLES = {
     "port in use": "127.0.0.1:{port}",
-    "no checkpoint": "missing: no such directory",
+    "no checkpoint": "missing: no such directory; give a local Hugging Face checkpoint",
     "bad defaults": "generation_config.json: top_p: 7 must be `float` <= 1.0; correct it, or start all",
 }
 

@@ -112,6 +112,13 @@ def test_a_bos_token_that_does_not_exist_is_named(tmp_path: Path) -> None:
         TextCodec.load(checkpoint)
 
 
+def test_a_directory_without_a_checkpoint_is_named(tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"config\.json: no such file; --model-path needs a Hugging Face"
+    ):
+        TextCodec.load(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
