@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _MAX_KEY_FILE_BYTES = 4096
-"""Most bytes that are read, because the path may name a device or a huge file."""
+"""Limit of the bytes read from a key file, because its path may name a device or a huge file."""
 _Z85_KEY = re.compile(rb"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _MAX_SOCKETS = 8192
 """Most ZMQ sockets of a process that has called ``allow_many_peers``. A ``ControlClient`` has three, so that

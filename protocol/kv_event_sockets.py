@@ -63,9 +63,9 @@ class KvEventPublisher:
             if config.replay_endpoint is not None:
                 self._replay = self._context.socket(zmq.ROUTER)
                 self._replay.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
-                # A whole replay fits the queue of a subscriber; it would get one with holes otherwise. ZMQ
-                # tells the sender half a queue at a time what was taken from it: with twice as much room, a
-                # replay fits behind another one that the subscriber has.
+                # The queue to a subscriber holds a whole replay; a shorter queue would leave gaps in it. ZMQ
+                # tells the sender only once for each half of a queue that messages were taken. The queue is
+                # twice as long, so that a replay fits behind one that the subscriber has already taken.
                 _open(self._replay, config.replay_endpoint, 2 * (config.buffer_steps + 1), binds=True)
                 self._poller.register(_Channel(self._replay))
         except StartError:
@@ -125,7 +125,7 @@ class KvEventPublisher:
                 log.debug("dropped a malformed replay request of %d frames", len(frames))
                 continue
             subscriber, _, first = frames
-            replay.get(zmq.EVENTS)  # ZMQ takes note now of what was taken, which it may put off for 1 ms
+            replay.get(zmq.EVENTS)  # makes ZMQ count taken messages now, not up to 1 ms later
             for seq, payload in self._history.since(int.from_bytes(first, "big")):
                 replay.send_multipart([subscriber, b"", encode_seq(seq), payload], zmq.NOBLOCK)
             replay.send_multipart([subscriber, b"", END_OF_REPLAY, b""], zmq.NOBLOCK)

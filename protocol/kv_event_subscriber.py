@@ -38,11 +38,11 @@ log = logging.getLogger(__name__)
 REPLAY_SECS: Final = 10.0
 """Time without a batch after which a replay is given up."""
 SILENCE_SECS: Final = 10.0
-"""Time without a batch after which a rank is asked for those that its subscriber has missed: they were
-published before the subscription had reached the rank, or were the last ones before a pause."""
+"""Time without a batch after which a rank is asked for missed batches. Those that it published before the
+subscription reached it, or last before a pause, show no gap until the next batch comes."""
 _MAX_BATCH_BYTES: Final = 8 << 20
 _MAX_WAITING: Final = 1_000
-"""Most batches that ZMQ keeps of a rank, and most that wait for the end of a replay."""
+"""Limit of a rank's batches that ZMQ queues, and of those that wait for the end of a replay."""
 _POLL_SECS: Final = 1.0
 
 S = TypeVar("S")
@@ -155,7 +155,7 @@ class _Stream:
             self._sub.socket.subscribe(feed.topic.encode())
             self._ask_again(0)
         except zmq.ZMQError:
-            self.close()  # what nobody reads would wake the thread again and again
+            self.close()  # messages that nobody reads would wake the thread again and again
             raise
 
     @property

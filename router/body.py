@@ -38,7 +38,7 @@ _PROMPT_FIELDS = {
     Endpoint.MESSAGES: ("system", "messages"),
     Endpoint.RESPONSES: ("instructions", "input"),
 }
-"""Fields with the prompt, in the order in which the prompt has them. ``/generate`` takes only one of them."""
+"""Fields whose content is the prompt, in the prompt's order. A body of ``/generate`` has only one of them."""
 
 _ISOLATION_FIELDS = ("cache_salt", "extra_key")
 """Fields that keep prompts apart in the nodes' caches though they begin alike."""
@@ -85,7 +85,7 @@ class RequestBody:
         """Take a body apart. Raises ApiError 400 for anything that is not a JSON object in UTF-8."""
         check_text(content)
         try:
-            # No other thread runs during a decode of a large body; such calls come one at a time.
+            # The decode of a large body holds the interpreter, so large bodies are decoded one at a time.
             if len(content) > MAX_SMALL_FIELD_BYTES:
                 with taking_interpreter(len(content)):
                     _check_small_fields(content)

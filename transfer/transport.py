@@ -161,7 +161,7 @@ class _Tried(NamedTuple):
 def _try_devices(
     names: Iterable[str], devices: Mapping[str, RdmaDevice], host: str, machine: Machine, *, only_sure: bool
 ) -> _Tried:
-    """Look whether each of ``names`` is a device that can be used."""
+    """Check for each of ``names`` whether it is a device that can be used."""
     advertised = addresses_of(host)
     tried = _Tried([], [], [])
     for name in names:
@@ -172,7 +172,7 @@ def _try_devices(
         fault = device_fault(device, machine)
         grade, note = _reach(device, host, advertised)
         if fault is None and only_sure and grade < GidGrade.ROUTABLE:
-            fault = Fault(note, "give its interface an address, or ask for rdma")
+            fault = Fault(note, "give its interface an address, or use --transfer-protocol rdma")
         if fault is not None:
             tried.faults.append(fault)
             continue

@@ -100,6 +100,6 @@ def test_the_nodes_of_a_pair_are_its_clients(out: Path, monkeypatch: pytest.Monk
 def test_nodes_that_share_no_gpu_have_no_use_for_it() -> None:
     for devices in ({"device": "cpu"}, {"device": "cuda:0", "decode_device": "cuda:1"}):
         with pytest.raises(
-            SettingsError, match="--mps is for nodes that share a GPU; .*, or leave --mps out"
+            SettingsError, match=r"--mps is for nodes that share a GPU; .*, or leave --mps out"
         ):
             pair_settings({**MODEL, **devices, "mps": True})
