@@ -49,7 +49,9 @@ class PairSettings(FrozenSettings):
         description="port of the decode node; 0, or a default that is in use: any free one",
     )
     decode_device: Device | None = Field(
-        None, description="device of the decode node; default: the prefill node's (--device)"
+        None,
+        description="device of the decode node: cpu, cuda or cuda:N; default: the prefill node's (--device)",
+        title="cpu|cuda|cuda:N",
     )
     mps: bool = Field(
         False,
