@@ -132,7 +132,11 @@ class Lanes:
             elif is_new and offer is not None:
                 # In a thread of its own: the decode node may be stopped, and CUDA takes its time.
                 args, name = (session, pair, offer, tuple(regions)), f"lane to {session}"
-                threading.Thread(target=self._open, args=args, name=name, daemon=True).start()
+                try:
+                    threading.Thread(target=self._open, args=args, name=name, daemon=True).start()
+                except RuntimeError as error:  # this process, or its container, has as many threads as it may
+                    reason = f"no thread opens the decode node's memory: {error}"
+                    self._decide(session, pair, self.over_network(reason))
             return pair.lane
 
     def lane(self, session: str) -> Lane | None:

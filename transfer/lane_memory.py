@@ -281,8 +281,12 @@ class Mapping:
             self._connection.recv(1)
 
     def _unmap_in_thread(self) -> None:
-        """Do ``_unmap``, which takes seconds for a large pool, and more where CUDA has registered it."""
-        threading.Thread(target=self._unmap, name="unmap", daemon=True).start()
+        """Do ``_unmap``, which takes seconds for a large pool, and more where CUDA has registered it. Without
+        a thread to spare it is done here: the decode node waits for the end of the connection."""
+        try:
+            threading.Thread(target=self._unmap, name="unmap", daemon=True).start()
+        except RuntimeError:  # this process, or its container, has as many threads as it may
+            self._unmap()
 
     def _unmap(self) -> None:
         """Undo all of ``__init__``, in the reverse order."""

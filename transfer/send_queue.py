@@ -308,6 +308,11 @@ class SendQueue:
         self._refuse(queue, "the room was cancelled")
         return queue.in_flight is not None
 
+    def refuse(self, room: Room, reason: str) -> None:
+        """Fail the batches of ``room`` that have not started, for ``reason``."""
+        if (queue := self._rooms.get(room)) is not None:
+            self._refuse(queue, reason)
+
     def refuse_all(self, reason: str) -> None:
         """Fail the batches of all rooms that have not started."""
         for queue in self._rooms.values():

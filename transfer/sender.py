@@ -56,14 +56,19 @@ class Sender:
         self._closed = False
 
     def submit(self, session: str, batch: WriteBatch) -> None:
-        """Call ``SendQueue.submit`` and return at once. Raises ValueError also when the sender is closed."""
+        """Call ``SendQueue.submit`` and return at once. If no thread can be started for the session, the
+        room's batches fail. Raises ValueError also when the sender is closed."""
         with self._lock:
             if self._closed:
                 raise ValueError(f"room {batch.room}: the sender is closed")
             self._queue.submit(session, batch)
-            if session not in self._threads:
+            if session in self._threads:
+                self._changed[session].notify()
+                return
+            try:
                 self._start_thread(session)
-            self._changed[session].notify()
+            except RuntimeError as error:  # this process, or its container, has as many threads as it may
+                self._queue.refuse(batch.room, f"no thread writes to session {session}: {error}")
 
     def poll(self) -> list[Completion]:
         """Return the completions since the last call, in order, without waiting."""
@@ -148,7 +153,7 @@ class Sender:
                 self._changed[session].wait(idle_until - now)
 
     def _start_thread(self, session: str) -> None:
-        """Start the thread that writes to ``session``. The caller has the lock."""
+        """Start the thread that writes to ``session``. The caller has the lock. Raises RuntimeError."""
         thread = threading.Thread(target=self._run, args=(session,), name=f"sender {session}", daemon=True)
+        thread.start()  # its first look at the queue waits for the lock
         self._threads[session], self._changed[session] = thread, threading.Condition(self._lock)
-        thread.start()

@@ -441,6 +441,35 @@ def test_a_pair_keeps_its_lane_until_the_decode_node_has_ended(pair: Pair) -> No
     assert pair.network.sent == []
 
 
+@pytest.mark.I7
+def test_without_a_thread_to_open_memory_in_the_lane_is_the_networks(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", _refuse)
+        lane = pair.lanes.register(SESSION, pair.host.offer, pair.regions)
+    assert lane == Lane("tcp", "no thread opens the decode node's memory: can't start new thread")
+    assert pair.register() == lane
+    pair.write([0], [0], [10])
+    assert pair.network.sent == [(SESSION, [pair.regions[0][0]])]
+
+
+@pytest.mark.I7
+def test_without_a_thread_to_unmap_memory_in_it_is_unmapped_all_the_same(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mapping = Mapping(pair.host.offer, "run", "")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", _refuse)
+        mapping.close()
+    assert all(mapped.closed for mapped in mapping.maps)
+    wait_until(lambda: not pair.host.connections, "the connection ends")
+
+
+def _refuse(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 @pytest.mark.I1
 def test_another_process_at_the_same_session_has_a_lane_of_its_own(pair: Pair) -> None:
     pair.register()

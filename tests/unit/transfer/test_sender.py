@@ -256,6 +256,24 @@ def test_an_idle_peers_thread_ends_and_comes_back(writer: ScriptedWriter) -> Non
     assert sender.close(WAIT_SECS)
 
 
+@pytest.mark.I7
+def test_a_batch_for_which_no_thread_starts_fails_and_a_later_one_is_written(
+    sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuses)
+        for addr in (1, 2):
+            sender.submit(PEER, batch(1, addr))
+    for completion in collect(sender, 2):
+        assert (completion.ok, completion.may_still_land) == (False, False)
+        assert "can't start new thread" in completion.error
+    sender.submit(PEER, batch(2, 3))
+    assert collect(sender, 1)[0].ok
+
+
 def test_close_fails_what_waits_and_does_not_wait_for_ever(writer: ScriptedWriter) -> None:
     gate = writer.block(PEER)
     sender = Sender(writer)
