@@ -116,8 +116,9 @@ class Route:
     """Decides whether one request goes to another pair after a failure, and which nodes it avoids there.
 
     A request is retried at most ``max_retries`` times. After the loss of a decode node it searches for
-    another pair for ``resume_timeout_secs`` instead, with as many tries as fit into that time. The relay
-    calls ``leave_decode_node`` for ``DECODE_LOST`` and ``DECODE_LEAVING``, and ``retry`` for other failures.
+    another pair for ``resume_timeout_secs`` instead, with as many tries as fit into that time. A pair that
+    fails behind that time is retried as any other. The relay calls ``leave_decode_node`` for ``DECODE_LOST``
+    and ``DECODE_LEAVING``, and ``retry`` for other failures.
     """
 
     def __init__(self, pool: NodePool, max_retries: int, resume_timeout_secs: float) -> None:
@@ -154,10 +155,10 @@ class Route:
         # If there is no other prefill node, the same one may try a failed write again.
         if failure is not Failure.TRANSFER_FAILED or self._pool.has_pair(avoided):
             self.avoided = avoided
-        if self.search is not None:
-            if self.search.is_late:
-                raise error
-        elif self.num_retries >= self._max_retries or not self._pool.has_pair(self.avoided):
+        # A pair may compute for longer than a search may take, and fail then: this is no longer the search.
+        is_searching = self.search is not None and not self.search.is_late
+        may_retry = self.num_retries < self._max_retries and self._pool.has_pair(self.avoided)
+        if not (is_searching or may_retry):
             raise error
         self.num_retries += 1
 

@@ -32,3 +32,25 @@ async def test_retries_within_a_search_do_not_lift_the_limit() -> None:
     with pytest.raises(NodeRefused, match="the write failed"):
         route.retry(failed_write, Failure.TRANSFER_FAILED, pair)
     assert route.num_retries == 2
+
+
+@pytest.mark.I7
+@pytest.mark.I8
+async def test_a_pair_may_fail_after_the_time_of_the_search_that_has_found_it() -> None:
+    """It may compute for longer than a search may take. Then the request has the retries of any other."""
+    prefill = [Node.from_url(NodeKind.PREFILL, f"http://p:{number}") for number in (1, 2, 3)]
+    decode = [Node.from_url(NodeKind.DECODE, f"http://d:{number}") for number in (1, 2)]
+    pool = NodePool(prefill, decode, "round_robin")
+    for node in pool.nodes:
+        pool.mark_healthy(node)
+    route = Route(pool, max_retries=1, resume_timeout_secs=1e-9)
+    route.leave_decode_node(NodeFailed(502, "gone"), decode[0], is_leaving=False, num_records=0)
+    assert route.search is not None
+    assert route.search.is_late
+    failed = NodeRefused(502, "the prefill node is gone", b"")
+    first, second = (pool.pick(route.avoided) for _ in range(2))
+    route.retry(failed, Failure.PREFILL_FAILED, first)
+    assert first.prefill in route.avoided
+    assert pool.has_pair(route.avoided)
+    with pytest.raises(NodeRefused, match="the prefill node is gone"):
+        route.retry(failed, Failure.PREFILL_FAILED, second)
