@@ -31,6 +31,8 @@ class _Situation(NamedTuple):
     """All that decides whether a waiting request can be admitted."""
 
     num_pool_changes: int
+    num_forgotten_pages: int
+    """A wrong row makes pages impossible to find, which changes no pool as long as others use them."""
     first: Request | None
     """The first request of the queue."""
     first_is_urgent: bool
@@ -104,5 +106,11 @@ class NextPlan:
         num_queue_changes = requests.num_queue_changes if queue_decides else 0
         first_is_urgent = first is not None and is_urgent(first, now)
         return _Situation(
-            requests.pools.num_changes, first, first_is_urgent, stuck, num_queue_changes, self.miss_cost
+            requests.pools.num_changes,
+            requests.held.num_forgotten_pages,
+            first,
+            first_is_urgent,
+            stuck,
+            num_queue_changes,
+            self.miss_cost,
         )

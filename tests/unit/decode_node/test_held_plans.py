@@ -22,7 +22,7 @@ from hisparse_pd.decode_node.step_plan import Growth, StepPlan
 from hisparse_pd.protocol.messages import Room
 from hisparse_pd.protocol.prompt_scores import WantedScores
 from tests.books import admission_of, carry_out, end
-from tests.unit.decode_node.plan_node import AUTO, FALSE, STEP_BY_STEP, TRUE, Node, request_slots
+from tests.unit.decode_node.plan_node import AUTO, FALSE, LIMITS, STEP_BY_STEP, TRUE, Node, request_slots
 
 
 def test_further_samples_wait_for_the_pages_of_the_first_and_let_others_ahead() -> None:
@@ -121,6 +121,22 @@ def test_a_newcomer_is_admitted_beside_samples_that_wait() -> None:
     assert next_plan.make(0.0) == StepPlan()
     other = node.arrive(TRUE, 20)
     assert [admission.request for admission in next_plan.make(0.0).admissions] == [other]
+
+
+def test_who_counted_on_pages_that_were_wrong_is_told_though_others_still_use_them() -> None:
+    """No slot changes hands: those who share the pages go on, and nobody else finds them."""
+    node = Node(replace(LIMITS, totals=structs.replace(LIMITS.totals, req_row=1)))
+    left = node.arrive(TRUE, 33, family=1)
+    node.step()
+    end(node.rooms, left, is_sound=True)
+    node.arrive(TRUE, 33, 9, family=1)
+    node.step()
+    late = node.arrive(TRUE, 33, family=1)
+    node.rooms.queue(late, RequestState.WAITING, float("inf"), is_local=True)
+    next_plan = NextPlan(node.limits, node.rooms)
+    assert next_plan.make(0.0) == StepPlan()
+    node.rooms.held.drop_copies(late.usable_keys[0])
+    assert next_plan.make(0.0).no_longer_local == (late,)
 
 
 def test_a_sample_whose_first_one_failed_waits_no_more() -> None:
