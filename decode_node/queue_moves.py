@@ -151,6 +151,7 @@ class QueueMoves:
     def _start_waiting(self, request: Request, now: float) -> None:
         """Move a request to WAITING, or fail it if it must be dense and the peer's page size forbids that."""
         page_size = self.peers.page_size(request.peer)
+        request.dense_refusal = ""  # an earlier run of the node may have had other pages
         if page_size != self.limits.page_size:
             request.dense_refusal = (
                 f"dense needs equal pages: page_size is {page_size} on prefill node {request.peer}, "

@@ -193,7 +193,7 @@ class FakePeers:
     instance = "its run"
 
     def __init__(self, page_size: int) -> None:
-        self._page_size = page_size
+        self.tokens_per_page = page_size
         self.away: set[PeerAddress] = set()
         self.rank = 0
         """The rank that serves all rooms of each node."""
@@ -210,7 +210,7 @@ class FakePeers:
         return False
 
     def page_size(self, address: PeerAddress) -> int:
-        return self._page_size
+        return self.tokens_per_page
 
     def use(self, address: PeerAddress, now: float) -> None: ...
 

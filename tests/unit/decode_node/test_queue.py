@@ -317,6 +317,24 @@ def test_who_goes_to_another_rank_gets_no_more_time_for_slots() -> None:
     assert [(failed.request_id, failed.status) for failed in node.sent] == [("id-0", 503)]
 
 
+def test_pages_of_an_earlier_run_rule_nothing_out() -> None:
+    """The prefill node is started again, with other pages, while a request waits for slots."""
+    node = Node()
+    node.peers.tokens_per_page = 2 * LIMITS.page_size
+    sampling = SamplingParams(max_new_tokens=200)
+    message = Generate("id-1", 1, 20, sampling, *PEERS[1].node, HisparseFlag.AUTO)
+    request = node.queue_moves.generate(message, ROOT, pack_token_ids(range(20)), 0.0)
+    assert request is not None
+    node.queue_moves.refresh(0.0)
+    assert "dense needs equal pages" in request.dense_refusal
+    node.peers.away = {PEERS[1]}
+    node.queue_moves.refresh(1.0)
+    node.peers.away, node.peers.tokens_per_page = set(), LIMITS.page_size
+    node.queue_moves.refresh(2.0)
+    assert request.state is RequestState.WAITING
+    assert request.dense_refusal == ""
+
+
 @pytest.mark.I7
 def test_who_is_local_only_with_slots_that_are_stuck_fails_in_time_if_its_node_is_down() -> None:
     """All of its prompt is held for hisparse, and beside the stuck slots it fits as a dense request alone. So
