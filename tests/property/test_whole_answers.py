@@ -1,10 +1,16 @@
-"""Whole answers have the bytes that the events of their streams make together, whatever the engine says."""
+"""Whole answers have the bytes that the events of their streams make together, whatever the engine says, and
+a stream that is cut anywhere, any number of times, says in the end what it says undisturbed.
+
+A node's front writes a stream with a journal, and the router's side of that journal decides what the client
+has when the node is lost. The next node's front gets the records, and its engine goes on behind them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Iterator, Sequence
+from random import Random
 from typing import Any
 
 import msgspec
@@ -16,6 +22,7 @@ from hisparse_pd.base.decode_settings import DecodeSettings
 from hisparse_pd.base.vocabulary import FinishReason, Mode, TokenLogprob
 from hisparse_pd.engine.messages import CachedTokens, Generate, PromptScores, RequestStats, Tokens
 from hisparse_pd.protocol.prompt_scores import score_dtype
+from hisparse_pd.router.stream_journal import JournalBudget, StreamJournal
 from hisparse_pd.serving.api import prompt_scores
 from hisparse_pd.serving.api.answering import streamed, whole_body
 from hisparse_pd.serving.api.app import DecodeContext, Work
@@ -29,7 +36,7 @@ from hisparse_pd.serving.api.timing import Timeline
 from hisparse_pd.serving.http.engine_link import EngineLink
 from hisparse_pd.serving.http.metrics import FrontMetrics
 from tests.examples import num_examples
-from tests.stream_events import answer_in, events_in, input_in, without
+from tests.stream_events import answer_in, events_in, input_in, said_in, without
 from tests.unit.api.recording_codec import RecordingCodec
 from tests.unit.api.scored_prompts import rows_of
 from tests.unit.api.support import MINIMAL
@@ -219,3 +226,117 @@ def test_a_whole_answer_is_what_its_stream_makes(
         assert msgspec.json.encode(answer) == written
     made = folded(endpoint, text, is_list=isinstance(answer, list))
     assert msgspec.json.encode(without(made, TIMES)) == msgspec.json.encode(without(answer, TIMES))
+
+
+# --- cut streams --------------------------------------------------------------------------------------------
+
+
+class SaidOfSample:
+    """What the engines of all nodes say of one sample."""
+
+    def __init__(self, random: Random, num_logprobs: int | None) -> None:
+        pieces = [random.choice(PIECES).encode() for _ in range(random.randrange(6))]
+        self._token_ids = b"".join(pieces) + random.randbytes(random.randrange(3))
+        self._finish = random.choice([FinishReason.STOP, FinishReason.LENGTH])
+        has_stop_token = self._token_ids and self._finish is FinishReason.STOP and random.random() < 0.5
+        self._matched = self._token_ids[-1] if has_stop_token else None
+        self._logprobs: list[TokenLogprob] = []
+        if num_logprobs is not None:
+            for place, token_id in enumerate(self._token_ids):
+                top = tuple((rank, -float(place + rank)) for rank in range(num_logprobs))
+                self._logprobs.append(TokenLogprob(token_id, -float(place), top))
+
+    def messages(self, random: Random, generate: Generate) -> Iterator[PromptScores | Tokens]:
+        """What an engine says that goes on behind the resumed tokens."""
+        if generate.scores is not None:
+            rows, num_top = rows_of(generate), generate.scores.num_top
+            cut = random.randrange(3) * score_dtype(num_top).itemsize
+            yield PromptScores(generate.request_id, num_top, rows[:cut])
+            yield PromptScores(generate.request_id, num_top, rows[cut:])
+        start, step = generate.sampling.num_resumed_tokens, random.choice([1, 3, 1000])
+        stats = RequestStats(Mode.DENSE, cached=CachedTokens(device=1))
+        for first in range(start, max(len(self._token_ids), start + 1), step):
+            is_last, part = first + step >= len(self._token_ids), slice(first, first + step)
+            yield Tokens(
+                generate.request_id,
+                tuple(self._token_ids[part]),
+                tuple(self._logprobs[part]),
+                self._finish if is_last else None,
+                self._matched if is_last else None,
+                stats,
+            )
+
+
+def stream_of(
+    context: DecodeContext, work: Work, said: Sequence[SaidOfSample], random: Random
+) -> AsyncGenerator[bytes, None]:
+    """The stream of one node, to which the engines' messages come in any order among the samples."""
+
+    async def deltas(outputs: Sequence[SampleOutput]) -> AsyncGenerator[Delta, None]:
+        prompts = scored_prompts(outputs)
+        by_id = {output.sample.generate.request_id: output for output in outputs}
+        left = {
+            output.index: list(said[output.index].messages(random, output.sample.generate))
+            for output in outputs
+            if not output.sample.resumed.is_over
+        }
+        while live := [index for index in left if left[index] and outputs[index].finish is None]:
+            index = random.choice(live)
+            for due in prompts[outputs[index].sample.prompt_index].due(left[index].pop(0)):
+                if isinstance(due, Delta):
+                    yield due
+                elif (output := by_id[due.request_id]).finish is None:
+                    delta = output.feed(due)
+                    output.is_behind = random.random() < 0.3
+                    yield delta
+
+    return streamed(context, work, deltas)
+
+
+async def shown_of(
+    context: DecodeContext,
+    endpoint: Endpoint,
+    body: dict[str, Any],
+    said: Sequence[SaidOfSample],
+    random: Random,
+    num_cuts: int,
+) -> str:
+    """What a client has in the end whose stream loses so many nodes."""
+    journal = StreamJournal(0, JournalBudget(1 << 20))
+    shown = b""
+    for number in range(num_cuts + 1):
+        fields = journal.fields(may_move=False, num_resumes=number)
+        request = parse_request(endpoint, msgspec.json.encode({**body, **fields}), "tiny")
+        samples = await plan_samples(request, context.codec, LIMITS, 64)
+        work = Work(request, samples, 0.0, Timeline(context.metrics, 0.0, (), None))
+        num_left = random.randrange(3000) if number < num_cuts else 1 << 30
+        async for chunk in stream_of(context, work, said, random):
+            shown += journal.feed(chunk[:num_left])
+            num_left -= len(chunk)
+            if num_left <= 0:
+                break
+        if journal.is_over:
+            break
+        journal.next_node()
+    assert journal.is_over
+    return shown.decode()
+
+
+@pytest.mark.I5
+@pytest.mark.parametrize("endpoint", list(Endpoint))
+@settings(max_examples=num_examples(6, 100), derandomize=True)
+@given(data=st.data())
+def test_a_stream_says_the_same_wherever_it_is_cut(
+    context: DecodeContext, endpoint: Endpoint, data: st.DataObject
+) -> None:
+    body = {**MINIMAL[endpoint], "stream": True}
+    if endpoint in (Endpoint.COMPLETIONS, Endpoint.MESSAGES):
+        body["max_tokens"] = 2048
+    for options in data.draw(st.lists(st.sampled_from(OPTIONS[endpoint]), max_size=4)):
+        body |= options
+    random = Random(data.draw(st.integers(0, 1 << 30)))
+    samples = work_of(context, endpoint, body).samples
+    said = [SaidOfSample(random, sample.options.sampling.num_logprobs) for sample in samples]
+    texts = [asyncio.run(shown_of(context, endpoint, body, said, random, num)) for num in (0, 1, 4)]
+    whole, *others = (said_in(endpoint, text) for text in texts)
+    assert others == [whole, whole]
