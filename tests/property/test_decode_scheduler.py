@@ -364,7 +364,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             assert exchange.request.mode is Mode.HISPARSE or exchange.request.may_leave_pages
             if exchange.request.mode is Mode.DENSE and exchange.request.has_slots_for_next:
                 assert exchange.request.flag is HisparseFlag.AUTO
-                is_for_others = self.miss_cost in (PRESENT_COST, STEPS_COST, STALE_COST) and not waiting
+                is_for_others = self.miss_cost != CHEAP and not waiting
                 assert plan.admissions or is_for_others, "it leaves its pages, and nobody comes"
             is_larger = 0 < exchange.request.hot_capacity < exchange.hot_capacity
             assert not (is_larger and waiting), "a hot buffer grows while somebody waits"
