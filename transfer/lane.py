@@ -119,7 +119,8 @@ class Lanes:
         """Choose the lane of a decode node that registered ``regions``, ``(base_addr, num_bytes)`` each. A
         new offer at a known session means that the decode node's process has been replaced. Returns None
         while its memory is being opened: ``take_decided`` will name the session, unless the decode node
-        registers again after OPEN_SECS, which makes the lane the network's and returns it."""
+        registers again after OPEN_SECS, which makes the lane the network's and returns it. Returns None, too,
+        if no thread can be started that opens it; the next call tries again."""
         with self._lock:
             pair = self.pairs.get(session)
             is_new = pair is None or pair.offer != offer
@@ -135,8 +136,8 @@ class Lanes:
                 try:
                     threading.Thread(target=self._open, args=args, name=name, daemon=True).start()
                 except RuntimeError as error:  # this process, or its container, has as many threads as it may
-                    reason = f"no thread opens the decode node's memory: {error}"
-                    self._decide(session, pair, self.over_network(reason))
+                    log.warning("no thread opens the memory of the decode node at %s: %s", session, error)
+                    del self.pairs[session]  # the decode node soon registers again
             return pair.lane
 
     def lane(self, session: str) -> Lane | None:

@@ -442,16 +442,17 @@ def test_a_pair_keeps_its_lane_until_the_decode_node_has_ended(pair: Pair) -> No
 
 
 @pytest.mark.I7
-def test_without_a_thread_to_open_memory_in_the_lane_is_the_networks(
+def test_memory_for_which_no_thread_starts_is_opened_at_the_next_registration(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", _refuse)
-        lane = pair.lanes.register(SESSION, pair.host.offer, pair.regions)
-    assert lane == Lane("tcp", "no thread opens the decode node's memory: can't start new thread")
-    assert pair.register() == lane
+        assert pair.lanes.register(SESSION, pair.host.offer, pair.regions) is None
+    with pytest.raises(TransferError, match="has no lane"):
+        pair.write([0], [0], [10])
+    assert pair.register().kind == "shm"
     pair.write([0], [0], [10])
-    assert pair.network.sent == [(SESSION, [pair.regions[0][0]])]
+    assert np.array_equal(pair.memory[0][:10], pair.network.source[:10])
 
 
 @pytest.mark.I7
