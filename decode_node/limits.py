@@ -13,6 +13,7 @@ from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import SlotCounts, round_up
 from hisparse_pd.decode_node.drafting import smallest_buffer
 from hisparse_pd.decode_node.request import KV_POOLS, Request
+from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.reserve import Claim, slots_of
 
 
@@ -147,7 +148,7 @@ class Limits:
         ``reserve.py`` takes the claims of all requests to see whether each can still end. A dense request can
         end in its pages, or in the smallest hot buffer. In a hot buffer it shares no pages any more: it needs
         slots in the host pool and the index pool for its whole life, before those of the shared pages are
-        free. Index slots of prompt pages that it will share once it has started do not count as its own then.
+        free. Slots of prompt pages that it will share once it has started do not count as its own then.
         """
         life = self.in_pages(request.life_tokens)
         own = life - num_shared_pages * self.page_size
@@ -157,10 +158,12 @@ class Limits:
             lacks_host = max(0, own - owned.host)
             return Claim(slots_of(owned), ((lacks_host, 0, lacks_index, lacks_lookup),), request.prefixes)
         in_pages = 0, max(0, own - owned.device), lacks_index, 0
-        lacks_device = max(0, self.in_pages(self.min_capacity(request)) - owned.device)
-        num_to_share = max(0, request.num_usable_pages - num_shared_pages) * self.page_size
-        num_kept_index = max(0, owned.index - num_to_share)
-        in_hot_buffer = life, lacks_device, max(0, life - num_kept_index), lacks_lookup
+        num_to_share = 0
+        if request.state is not RequestState.RUNNING:  # else it has shared what it shares
+            num_to_share = max(0, request.num_usable_pages - num_shared_pages) * self.page_size
+        kept = owned - SlotCounts(device=num_to_share, index=num_to_share)
+        lacks_device = max(0, self.in_pages(self.min_capacity(request)) - max(0, kept.device))
+        in_hot_buffer = life, lacks_device, max(0, life - max(0, kept.index)), lacks_lookup
         return Claim(slots_of(owned), (in_pages, in_hot_buffer), request.prefixes)
 
 

@@ -123,6 +123,20 @@ def test_a_newcomer_is_admitted_beside_samples_that_wait() -> None:
     assert [admission.request for admission in next_plan.make(0.0).admissions] == [other]
 
 
+@pytest.mark.I7
+def test_pages_that_a_request_will_share_are_not_its_own_hot_buffers() -> None:
+    """Once it has started, others may come to use them: then it leaves too few for the smallest hot buffer.
+    Nobody counts on the slots of one whose KV is on its way."""
+    totals = structs.replace(LIMITS.totals, device=144)
+    node = Node(replace(STEP_BY_STEP, totals=totals, index_topk=40))
+    first, growing = node.arrive(FALSE, 17), node.arrive(FALSE, 81, 60, family=1)
+    assert [admission.request for admission in node.plan().admissions] == [first]
+    node.step()
+    assert [admission.request for admission in node.step().admissions] == [growing]
+    assert growing.num_shared_pages == 5
+    assert node.draft().all_can_end
+
+
 def test_who_counted_on_pages_that_were_wrong_is_told_though_others_still_use_them() -> None:
     """No slot changes hands: those who share the pages go on, and nobody else finds them."""
     node = Node(replace(LIMITS, totals=structs.replace(LIMITS.totals, req_row=1)))
