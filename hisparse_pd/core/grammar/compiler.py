@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from threading import Lock
-from typing import Final
+from typing import Any, Final
 from weakref import WeakValueDictionary
 
 from hisparse_pd.core.grammar.compile_threads import CompileThreads
@@ -48,7 +48,7 @@ class Compiler:
         Compiling is skipped once nobody has the future. ``output``: tokens that a resumed request's output
         has already; its grammar is not shared.
         """
-        if self._trie is None:
+        if self._trie is None or _has_failed(self._trie):
             # Threads take the first waiting call and the shortest one in turn. Making the trie is both, with
             # size 0, so it begins before any grammar; ``_compile`` waits for it.
             self._trie = self._threads.submit(0, self._load)
@@ -58,6 +58,8 @@ class Compiler:
             return resumed
         with self._lock:
             grammar = self.kept.get(text) or self._in_use.get(text)
+            if grammar is not None and _has_failed(grammar, _NoTokens):  # there may be some by now
+                grammar = None
             if text in self.kept:
                 self.kept.move_to_end(text)
         if grammar is None:
@@ -78,9 +80,25 @@ class Compiler:
         self._on_ready()
 
 
+class _NoTokens(GrammarError):
+    """The trie could not be made, which may be possible later; the grammar may be fine."""
+
+
+def _has_failed(future: Future[Any], error: type[BaseException] = BaseException) -> bool:
+    """Return whether a call has ended with an ``error``."""
+    is_over = future.done() and not future.cancelled()
+    return is_over and isinstance(future.exception(), error)
+
+
 def _compile(trie: Future[TokenTrie], text: str, output: Sequence[int] = ()) -> Grammar:
     try:
-        return trie.result().compile(text, output)
+        tokens = trie.result()
+    except GrammarError as error:
+        raise _NoTokens(str(error)) from error
+    except BaseException as error:
+        raise _NoTokens(f"its tokens cannot be read: {type(error).__name__}: {error}") from error
+    try:
+        return tokens.compile(text, output)
     except GrammarError:
         raise
     except BaseException as error:  # Rust's panics are no Exception; engines expect a GrammarError alone

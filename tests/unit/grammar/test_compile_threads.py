@@ -12,6 +12,7 @@ import pytest
 
 from hisparse_pd.core.grammar.compile_threads import CompileThreads
 from hisparse_pd.core.grammar.compiler import Compiler
+from hisparse_pd.core.grammar.matcher import GrammarError
 from hisparse_pd.core.grammar.token_trie import Grammar, TokenTrie
 from tests.unit.grammar.tries import trie
 from tests.waiting import WAIT_SECS
@@ -112,4 +113,24 @@ def test_grammars_of_requests_that_have_ended_are_not_compiled(monkeypatch: pyte
         assert compiled.count('start: "wanted"') == 1, "it is kept"
     finally:
         may_go_on.set()
+        compiler.close()
+
+
+@pytest.mark.I7
+def test_tokens_that_cannot_be_read_now_are_read_again_for_the_next_request() -> None:
+    """As where the process had no descriptor left for their file."""
+    faults = [GrammarError("tokenizer.json: cannot be read"), MemoryError("1 GiB wanted")]
+
+    def load() -> TokenTrie:
+        if faults:
+            raise faults.pop(0)
+        return trie()
+
+    compiler = Compiler(load, lambda: None)
+    try:
+        for told in ("cannot be read", "1 GiB wanted"):
+            with pytest.raises(GrammarError, match=told):
+                compiler.compile('start: "a"').result(WAIT_SECS)
+        assert isinstance(compiler.compile('start: "a"').result(WAIT_SECS), Grammar)
+    finally:
         compiler.close()
