@@ -161,6 +161,7 @@ class RequestIndex:
         del queues[peer][request]
         if not queues[peer]:
             del queues[peer]
+            self._unsorted.discard((request.state, peer))
 
     def _enter(self, request: Request, deadline: float) -> None:
         if (queues := self._queues.get(request.state)) is not None:

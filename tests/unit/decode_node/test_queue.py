@@ -304,6 +304,20 @@ def test_everybody_who_waits_too_long_is_told_once_and_nobody_else() -> None:
     assert node.rooms.num_queued().total() == 0
 
 
+@pytest.mark.I8
+def test_nothing_is_kept_of_a_queue_that_ends_out_of_order() -> None:
+    """A client may name any number of prefill nodes, at which nobody is."""
+    rooms = LiveRequests(Pools(LIMITS.totals, LIMITS.page_size), 60.0)
+    early, late = (make_request(number, 20, 1, HisparseFlag.TRUE, PEERS[0]) for number in (1, 2))
+    rooms.open(early)
+    rooms.queue(early, RequestState.WAITING, 9.0, is_local=True)
+    rooms.open(late)
+    rooms.queue(early, RequestState.CONNECTING, 9.0, PEERS[0])
+    for request in (early, late):
+        rooms.release(request, 9.0)
+    assert rooms._unsorted == set()
+
+
 @pytest.mark.I7
 def test_who_goes_to_another_rank_gets_no_more_time_for_slots() -> None:
     node = Node()
