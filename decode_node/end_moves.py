@@ -179,7 +179,8 @@ class EndMoves:
     def abort_at_peer(self, request: Request, reason: str) -> None:
         """Tell the prefill node of a LANDING request to stop its work; does nothing in other states."""
         if request.state is RequestState.LANDING:
-            self.peers.send(request.peer, AbortRoom(request.room, reason[:MAX_TEXT_CHARS]))
+            abort = AbortRoom(request.room, reason[:MAX_TEXT_CHARS], request.attempt)
+            self.peers.send(request.peer, abort)
 
     def _end(self, request: Request, now: float, *, is_sound: bool = False) -> None:
         """Take a request out of steps, tables and books: the one way out of every state. ``is_sound``: its KV

@@ -321,7 +321,9 @@ class LiveRequests(RequestIndex):
             self.pools.give_up(holding, set(PoolKind) - {*request.kv_pools, PoolKind.AUX})
             self.pools.move(holding, Stage.QUARANTINED)
             self.quarantine.add(
-                Quarantined(request.room, holding, request.peer, request.instance_id, now, prefix)
+                Quarantined(
+                    request.room, holding, request.peer, request.instance_id, now, prefix, request.attempt
+                )
             )
             return
         self.held.let_go(prefix)  # first, so that the pages held below can be merged with it

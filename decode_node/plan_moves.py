@@ -315,7 +315,7 @@ def bootstrap_of(request: Request) -> Bootstrap:
         aux_slot=request.owned.only_slot(PoolKind.AUX),
         prompt=request.prompt,
         root=request.root,
-        attempt=1 + request.admitted_seq,
+        attempt=request.attempt,
         num_held_tokens=start,
         num_resumed_tokens=request.sampling.num_resumed_tokens,
         scores=request.scores,

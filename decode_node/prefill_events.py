@@ -90,7 +90,8 @@ class PrefillEvents:
                 and entry.instance_id == event.instance_id
                 and entry.is_unacknowledged
             ):
-                self.peers.send(event.address, AbortRoom(entry.room, "the request has ended"))
+                abort = AbortRoom(entry.room, "the request has ended", entry.attempt)
+                self.peers.send(event.address, abort)
 
     def _fail_requests_of(self, event: PeerLost, now: float) -> None:
         """Fail the requests that need the lost peer. Running ones do not need it. Those that arrived after
@@ -127,14 +128,16 @@ class PrefillEvents:
             request is not None
             and (request.peer, request.instance_id) == sender
             and request.state is RequestState.LANDING
+            and _is_about(event.message, request.attempt)
         )
         if request is not None and was_landing:
             self._handle_for_landing(request, event.message, now)
         entry = self.requests.quarantine.get(room)
-        if entry is not None and (entry.peer, entry.instance_id) == sender:
+        is_of_sender = entry is not None and (entry.peer, entry.instance_id) == sender
+        if entry is not None and is_of_sender and _is_about(event.message, entry.attempt):
             self._handle_for_quarantined(entry, event.message, now)
         elif not was_landing:
-            self.metrics.drop("late" if request is not None else "unknown_room")
+            self.metrics.drop("late" if request is not None or is_of_sender else "unknown_room")
 
     def _handle_for_landing(self, request: Request, message: AboutRoom, now: float) -> None:
         match message:
@@ -145,7 +148,7 @@ class PrefillEvents:
             case RoomFailed():
                 code = PREFILL_NODE_FAILED if message.status in _RETRYABLE_STATUSES else ""
                 self._fail_transfer(request, message.status, message.error, now, code)
-            case RoomQuiet():
+            case RoomQuiet():  # of a node that says no attempt
                 # It answers an AbortRoom that was sent again for an earlier request with this room.
                 self.metrics.drop("late")
             case _:
@@ -243,3 +246,12 @@ class PrefillEvents:
                 num_rooms,
                 instance_id,
             )
+
+
+def _is_about(message: AboutRoom, attempt: int) -> bool:
+    """Whether a message is about this attempt of its room. An answer that was said twice, as to an AbortRoom
+    that was sent again, may come when another request has the room: it says nothing of that one's writes."""
+    match message:
+        case RoomFailed() | RoomQuiet():
+            return message.attempt in (0, attempt)
+    return True

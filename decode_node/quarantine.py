@@ -52,6 +52,8 @@ class Quarantined:
     """When its request ended."""
     prefix: Prefix | None = None
     """The held pages that it shares, in use until the slots are free."""
+    attempt: int = 0
+    """See ``Bootstrap.attempt``."""
     batch_failed: bool = False
     """Whether a batch of the room failed, so that bytes of it may still sit in the transport."""
     free_at: float = _NEVER

@@ -234,6 +234,11 @@ class Request:
         return self.num_prompt_tokens - 1
 
     @property
+    def attempt(self) -> int:
+        """The number of its landing zone (``Bootstrap.attempt``). Known once it is admitted."""
+        return 1 + self.admitted_seq
+
+    @property
     def needs_prefill_node(self) -> bool:
         """Whether prompt scores are wanted, or KV is missing that its steps do not compute. Known once it is
         admitted."""

@@ -47,10 +47,10 @@ class Arrivals:
             self._answer_late(ended, peer, message)
             return
         if (error := self._checks.why_refused(message, peer)) is not None:
-            self._refuse(peer, room, 400, error)
+            self._refuse(peer, message, 400, error)
             return
         if (error := self._why_full(message)) is not None:
-            self._refuse(peer, room, 429, error)
+            self._refuse(peer, message, 429, error)
             return
         keys = self._life.pages.keys_of(message) if keys is None else keys
         first = first_stepped(message.num_prompt_tokens, message.num_resumed_tokens, peer.page_size)
@@ -69,7 +69,7 @@ class Arrivals:
         is_its_node = request.peer.node_id == peer.node_id
         if request.is_draining and is_its_node and message.attempt > 0 and message == request.bootstrap:
             failed = room_failed(
-                room=request.room,
+                message,
                 status=request.end_status,
                 error=request.end_error,
                 quiet=False,
@@ -88,9 +88,7 @@ class Arrivals:
             self._life.tell_peer(peer, delivery.done)  # the first answer was lost with its connection
             return
         self._life.dropped["late"] += 1
-        failed = room_failed(
-            Room(message.room), ended.status, ended.error, quiet=True, batch_failed=ended.batch_failed
-        )
+        failed = room_failed(message, ended.status, ended.error, quiet=True, batch_failed=ended.batch_failed)
         self._life.tell_peer(peer, failed)
 
     def _why_full(self, message: Bootstrap) -> str | None:
@@ -108,9 +106,8 @@ class Arrivals:
             )
         return None
 
-    def _refuse(self, peer: Peer, room: Room, status: int, error: str) -> None:
-        log.info("room %d refused: %d %s", room, status, error)
+    def _refuse(self, peer: Peer, message: Bootstrap, status: int, error: str) -> None:
+        log.info("room %d refused: %d %s", message.room, status, error)
         self._life.counters["failed_requests_total"] += 1
-        self._life.tell_peer(
-            peer, room_failed(room, status, f"room {room}: {error}", quiet=True, batch_failed=False)
-        )
+        text = f"room {message.room}: {error}"
+        self._life.tell_peer(peer, room_failed(message, status, text, quiet=True, batch_failed=False))

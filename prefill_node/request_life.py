@@ -29,6 +29,7 @@ from hisparse_pd.prefill_node.scheduler import Running, Waiting
 from hisparse_pd.protocol.messages import (
     MAX_TEXT_CHARS,
     AbortRoom,
+    Bootstrap,
     PrefillTimes,
     Room,
     RoomDone,
@@ -188,7 +189,8 @@ class PrefillLife:
         self.counters["kv_transfer_seconds_total"] += completion.secs
         if request.is_draining:
             if request.num_writes_pending == 0:
-                self.tell_peer(request.peer, RoomQuiet(request.room, request.batch_failed))
+                attempt = request.bootstrap.attempt
+                self.tell_peer(request.peer, RoomQuiet(request.room, request.batch_failed, attempt))
                 self._end(request, PrefillState.FAILED, now_secs)
         elif not completion.ok:
             self.counters["kv_transfer_failures_total"] += 1
@@ -239,7 +241,7 @@ class PrefillLife:
         self.counters["aborted_requests_total" if is_abort else "failed_requests_total"] += 1
         if tell_peer:
             failed = room_failed(
-                request.room, status, error, quiet=is_quiet, batch_failed=request.batch_failed
+                request.bootstrap, status, error, quiet=is_quiet, batch_failed=request.batch_failed
             )
             self.tell_peer(request.peer, failed)
         if is_quiet:
@@ -255,14 +257,15 @@ class PrefillLife:
         if request is None or request.peer.node_id != peer.node_id:
             ended = self.requests.ended(room)
             self.dropped["unknown_room" if ended is None else "late"] += 1
-            self.tell_peer(peer, RoomQuiet(room, batch_failed=ended is not None and ended.batch_failed))
+            batch_failed = ended is not None and ended.batch_failed
+            self.tell_peer(peer, RoomQuiet(room, batch_failed, message.attempt))
             return
         if request.is_draining:  # RoomQuiet follows its last write
             return
         error = f"room {room}: decode node {peer.node_id} gave it up: {message.reason}"
         self.fail(request, 503, error, now_secs, tell_peer=False, is_abort=True)
         if not request.is_draining:
-            self.tell_peer(peer, RoomQuiet(room, request.batch_failed))
+            self.tell_peer(peer, RoomQuiet(room, request.batch_failed, message.attempt))
 
     def fail_requests_of(self, peer: Peer, error: str, now_secs: float) -> int:
         """Fail the requests of a decode node that is lost; writes in flight to it drain. Return their
@@ -319,6 +322,9 @@ class PrefillLife:
                 )
 
 
-def room_failed(room: Room, status: int, error: str, *, quiet: bool, batch_failed: bool) -> RoomFailed:
-    """Return the RoomFailed of a room, with as much of the error as a message may have."""
-    return RoomFailed(room, status, error[:MAX_TEXT_CHARS], quiet, batch_failed)
+def room_failed(
+    bootstrap: Bootstrap, status: int, error: str, *, quiet: bool, batch_failed: bool
+) -> RoomFailed:
+    """Return the RoomFailed that answers a Bootstrap, with as much of the error as a message may have."""
+    text = error[:MAX_TEXT_CHARS]
+    return RoomFailed(bootstrap.room, status, text, quiet, batch_failed, bootstrap.attempt)

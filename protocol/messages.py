@@ -277,10 +277,14 @@ def first_stepped(num_prompt_tokens: int, num_resumed_tokens: int, page_size: in
 
 
 class AbortRoom(Struct, frozen=True, array_like=True, tag=4):
-    """The decode node gave the room up. RoomQuiet answers it once no write is in flight."""
+    """The decode node gave the room up. RoomQuiet answers it once no write is in flight.
+
+    ``attempt``: the room's, as in its Bootstrap; 0 from a node that does not say.
+    """
 
     room: RoomField
     reason: Text
+    attempt: Count = 0
 
 
 ToPrefill = Register | Heartbeat | Bootstrap | AbortRoom
@@ -362,6 +366,8 @@ class RoomFailed(Struct, frozen=True, array_like=True, tag=5):
 
     ``batch_failed``: one of its transfer batches ended in an error, so bytes may still sit in the transport
     and the room's slots must wait out the transport's own timeouts as well.
+    ``attempt``: that of the Bootstrap. An answer that is said twice may come when another request has the
+    room, about whose writes it says nothing. 0 from a node that does not say.
     """
 
     room: RoomField
@@ -369,13 +375,18 @@ class RoomFailed(Struct, frozen=True, array_like=True, tag=5):
     error: Text
     quiet: bool
     batch_failed: bool
+    attempt: Count = 0
 
 
 class RoomQuiet(Struct, frozen=True, array_like=True, tag=6):
-    """Nothing of the room is in flight: the answer to AbortRoom, or the sequel of a RoomFailed."""
+    """Nothing of the room is in flight: the answer to AbortRoom, or the sequel of a RoomFailed.
+
+    ``attempt``: that of the AbortRoom or the RoomFailed; see there.
+    """
 
     room: RoomField
     batch_failed: bool
+    attempt: Count = 0
 
 
 class RoomScores(Struct, frozen=True, array_like=True, tag=7):

@@ -123,6 +123,37 @@ def test_only_the_rooms_own_peer_can_call_it_quiet(
     assert room not in quarantine
 
 
+@pytest.mark.I1
+@pytest.mark.parametrize("is_failure", [False, True])
+def test_an_answer_that_is_said_twice_says_nothing_of_the_rooms_next_request(
+    node: EngineHarness, double: PrefillDouble, is_failure: bool
+) -> None:
+    """As that to an abort that was sent again for a room of which the prefill node never heard."""
+
+    def answer(attempt: int) -> RoomFailed | RoomQuiet:
+        if is_failure:
+            return RoomFailed(room, 429, "full", quiet=True, batch_failed=False, attempt=attempt)
+        return RoomQuiet(room, batch_failed=False, attempt=attempt)
+
+    quarantine = node.engine.requests.quarantine
+    entry = aborted_room(node)
+    room, first = Room(entry.room), double.bootstraps[0].attempt
+    assert [abort.attempt for abort in double.aborts] == [first]
+    _room_message(double, node, answer(first))
+    assert room not in quarantine
+    second = node.generate(PROMPT, 8, HisparseFlag.TRUE, room=room)
+    node.turn_until(lambda: len(double.bootstraps) == 2)
+    live = node.engine.requests.get(room)
+    _room_message(double, node, answer(first))
+    assert node.engine.requests.get(room) is live, "nothing failed of the second request"
+    node.leave(second)
+    node.turn_until(lambda: room in quarantine)
+    _room_message(double, node, answer(first))
+    assert room in quarantine, "writes of the second may be in flight"
+    _room_message(double, node, answer(double.bootstraps[1].attempt))
+    assert room not in quarantine
+
+
 # --- timeouts, loss, return -----------------------------------------------------------------------
 
 

@@ -329,7 +329,7 @@ def test_a_bootstrap_that_is_repeated_while_its_room_drains_hears_how_it_ended(n
     node.sender.queue.finish(taken, Outcome())
     for completion in node.sender.poll():
         node.life.batch_returned(completion, 0.0)
-    assert node.told[1:] == [RoomQuiet(Room(1), batch_failed=False)]
+    assert node.told[1:] == [RoomQuiet(Room(1), batch_failed=False, attempt=3)]
 
 
 @pytest.mark.I1

@@ -79,7 +79,7 @@ TO_PREFILL = [
         "c50110" + PROMPT.hex() + "c410" + bytes(range(16)).hex() + "014002" + "920114"
         "93929209309250109192cc804030" + "c3",
     ),
-    (AbortRoom(3, "gone"), "930403a4676f6e65"),
+    (AbortRoom(3, "gone", 9), "940403a4676f6e6509"),
 ]
 TO_DECODE = [
     (
@@ -94,7 +94,7 @@ TO_DECODE = [
         RoomDone(3, 4096, 64, 0.5, PrefillTimes(0.25, 0.5, 1.0), FetchedTokens(48, 16, 8)),
         "970403cd100040cb3fe000000000000093cb3fd0000000000000cb3fe0000000000000cb3ff000000000000093301008",
     ),
-    (RoomFailed(3, 503, "lost", False, True), "960503cd01f7a46c6f7374c2c3"),
-    (RoomQuiet(3, False), "930603c2"),
+    (RoomFailed(3, 503, "lost", False, True, 9), "970503cd01f7a46c6f7374c2c309"),
+    (RoomQuiet(3, False, 9), "940603c209"),
     (RoomScores(3, 1, 0, bytes(8)), "9507030100c408" + "00" * 8),
 ]
