@@ -53,7 +53,7 @@ class EndMoves:
         self, request: Request, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None], now: float
     ) -> None:
         """Give a request's next tokens to its client. If one of them ends the request, end it, and drop the
-        tokens behind that one.
+        tokens behind that one. If the grammar fails at one, the request fails without that one.
 
         ``token_ids``: a step's, all of which but the last are accepted drafts. ``logprobs``: one for each.
         """
@@ -61,14 +61,15 @@ class EndMoves:
         if is_first:
             request.phases.end(now)  # the phase ``first_step``
         reason, matched = None, None
+        failure: GrammarError | None = None
         num_emitted = 0
         for token_id, logprob in zip(token_ids, logprobs, strict=True):
             if request.matcher is not None:
                 try:
                     request.matcher.advance(token_id)
                 except GrammarError as error:
-                    self.grammar_failed(request, error, now)
-                    return
+                    failure = error
+                    break
             num_emitted += 1
             request.output_token_ids.append(token_id)
             request.unsent_token_ids.append(token_id)
@@ -86,6 +87,9 @@ class EndMoves:
         if num_emitted > 1:
             request.num_accepted += num_emitted - 1
             self.metrics.add("accepted_draft_tokens_total", num_emitted - 1)
+        if failure is not None:  # the client gets the tokens before the one that failed
+            self.grammar_failed(request, failure, now)
+            return
         if reason is not None:
             self._end(request, now, is_sound=True)
         if reason is not None or is_first or len(request.unsent_token_ids) >= self.stream_interval:

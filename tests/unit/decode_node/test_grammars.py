@@ -221,6 +221,23 @@ def test_a_grammar_that_becomes_too_complex_ends_its_request_alone(node: EngineH
     assert neighbour.token_ids == alone.token_ids
 
 
+def test_tokens_before_a_forbidden_one_are_given_and_counted(node: EngineHarness) -> None:
+    answer = ask(node, PROMPTS[0], grammar=WORD)
+    with node.without_steps():
+        node.turn_until(
+            lambda: any(request.matcher is not None for request in node.engine.requests.all()),
+        )
+        (request,) = node.engine.requests.all()
+        metrics = node.engine.metrics
+        before = dict(metrics.totals)
+        node.engine.end_moves.emit(request, list(b"{a}"), [None] * 3, 0.0)
+        node.failure_of(answer, status=400, error="cannot follow its grammar")
+    assert answer.token_ids == list(b"{a")
+    generated = f'generation_tokens_total{{mode="{request.mode}"}}'
+    assert metrics.totals[generated] - before[generated] == 2
+    assert metrics.totals["failed_requests_total"] - before["failed_requests_total"] == 1
+
+
 def test_a_step_whose_draws_fail_ends_its_batch_and_no_more(
     checkpoint: Checkpoint, plain_node: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
