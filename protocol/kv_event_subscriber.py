@@ -40,6 +40,8 @@ REPLAY_SECS: Final = 10.0
 SILENCE_SECS: Final = 10.0
 """Time without a batch after which a rank is asked for missed batches. Those that it published before the
 subscription reached it, or last before a pause, show no gap until the next batch comes."""
+RETRY_SECS: Final = 10.0
+"""Time after which a rank whose sockets have failed, as without descriptors, is tried again."""
 _MAX_BATCH_BYTES: Final = 8 << 20
 _MAX_WAITING: Final = 1_000
 """Limit of a rank's batches that ZMQ queues, and of those that wait for the end of a replay."""
@@ -71,6 +73,8 @@ class KvEventSubscriber(Generic[S]):
         self._orders: queue.SimpleQueue[tuple[S, Feed | None]] = queue.SimpleQueue()
         """Sources with their addresses, or None to leave them; the thread carries them out."""
         self._streams: dict[S, _Stream] = {}
+        self._failed: dict[S, tuple[Feed, float]] = {}
+        """Sources whose sockets have failed, with the time at which each is tried again."""
         self._is_closing = False
         self._wakeup = Wakeup()
         self._poller = Poller()
@@ -102,17 +106,18 @@ class KvEventSubscriber(Generic[S]):
             self._poller.wait(_POLL_SECS)
             self._wakeup.clear()
             self._carry_out_orders()
+            self._try_failed_again()
             for source, stream in tuple(self._streams.items()):
                 self._receive(source, stream)
         self._context.destroy(linger=0)
 
     def _receive(self, source: S, stream: _Stream) -> None:
-        """Hand on what is new of a source. One whose sockets fail, as without descriptors, is left."""
+        """Hand on what is new of a source. One whose sockets fail is left, and followed again later."""
         try:
             found = stream.receive()
         except zmq.ZMQError as error:
-            log.warning("the KV events at %s are followed no longer: %s", stream.endpoint, error)
             self._leave(source)
+            self._note_failure(source, stream.feed, error)
             return
         for changes in found:
             if changes is None:
@@ -129,12 +134,34 @@ class KvEventSubscriber(Generic[S]):
         while not self._orders.empty():
             source, feed = self._orders.get()
             self._leave(source)
-            if feed is None:
-                continue
-            try:
-                self._streams[source] = _Stream(self._context, self._poller, feed)
-            except zmq.ZMQError as error:
-                log.warning("cannot follow the KV events at %s: %s", feed.endpoint, error)
+            self._failed.pop(source, None)
+            if feed is not None:
+                self._begin(source, feed)
+
+    def _try_failed_again(self) -> None:
+        for source, (feed, due_at) in tuple(self._failed.items()):
+            if time.monotonic() >= due_at:
+                self._begin(source, feed)
+
+    def _begin(self, source: S, feed: Feed) -> None:
+        try:
+            self._streams[source] = _Stream(self._context, self._poller, feed)
+        except zmq.ZMQError as error:
+            self._note_failure(source, feed, error)
+            return
+        if self._failed.pop(source, None) is not None:
+            log.info("the KV events at %s are followed now", feed.endpoint)
+
+    def _note_failure(self, source: S, feed: Feed, error: zmq.ZMQError) -> None:
+        """Have a source tried again later. The log says so at the first of several failures in a row."""
+        if source not in self._failed:
+            log.warning(
+                "the KV events at %s are not followed: %s; they are tried again every %g s",
+                feed.endpoint,
+                error,
+                RETRY_SECS,
+            )
+        self._failed[source] = feed, time.monotonic() + RETRY_SECS
 
 
 class _Stream:
@@ -144,7 +171,7 @@ class _Stream:
         """Raises ZMQError for an address that cannot be used."""
         self._context = context
         self._poller = poller
-        self._feed = feed
+        self.feed = feed
         self._order = Order()
         self._logged = LogLimiter()
         self._replay: _Channel | None = None
@@ -157,10 +184,6 @@ class _Stream:
         except zmq.ZMQError:
             self.close()  # messages that nobody reads would wake the thread again and again
             raise
-
-    @property
-    def endpoint(self) -> str:
-        return self._feed.endpoint
 
     def receive(self) -> list[BlockChanges | None]:
         """Return what is new, in order; None where all that was known is lost. Raises ZMQError if it cannot
@@ -195,10 +218,10 @@ class _Stream:
 
     def _ask_again(self, first: int) -> list[BlockChanges | None]:
         """Ask for what was published from ``first`` on. Returns what is new if nobody can be asked."""
-        if self._feed.replay_endpoint is None:
+        if self.feed.replay_endpoint is None:
             return self._end_replay()
         # A socket of its own for each replay: what comes late of an earlier one is nobody's.
-        self._replay = self._connect(zmq.DEALER, self._feed.replay_endpoint)
+        self._replay = self._connect(zmq.DEALER, self.feed.replay_endpoint)
         self._replay.socket.send_multipart([b"", encode_seq(first)], zmq.NOBLOCK)
         self._replay_until = time.monotonic() + REPLAY_SECS
         return []
@@ -217,7 +240,7 @@ class _Stream:
             return int.from_bytes(seq, "big"), block_changes_decoder.decode(payload)
         except msgspec.MsgspecError as error:
             if self._logged.permits():
-                log.warning("dropped malformed KV events from %s: %s", self._feed.endpoint, error)
+                log.warning("dropped malformed KV events from %s: %s", self.feed.endpoint, error)
             return None
 
     def _connect(self, kind: int, endpoint: str) -> _Channel:

@@ -100,6 +100,12 @@ def feed(config: KvEventsConfig) -> Feed:
     return Feed(config.endpoint, config.replay_endpoint, config.topic)
 
 
+def take_turn(subscriber: KvEventSubscriber[str]) -> bool:
+    """Wake the thread, which has nothing to receive. Returns False, so that a condition can try again."""
+    subscriber._wakeup.set()
+    return False
+
+
 def test_what_was_published_before_and_after_comes_in_order(
     tmp_path: Path, subscriber: KvEventSubscriber[str], log: Log
 ) -> None:
@@ -239,6 +245,66 @@ def test_a_source_whose_sockets_fail_is_left_alone(
         wait_until(lambda: b.publish(next(numbers)) or len(log.of["b"]) > num_known)
         subscriber.follow("a", feed(configs["a"]))
         wait_until(lambda: a.publish(next(numbers)) or log.of["a"][-1] != "lost")
+
+
+def test_a_source_whose_sockets_failed_is_followed_again(
+    tmp_path: Path,
+    subscriber: KvEventSubscriber[str],
+    log: Log,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is as if it were followed for the first time, and the log says once that it was not."""
+    num_tries = 0
+
+    def connect(*_: object) -> None:
+        nonlocal num_tries
+        num_tries += 1
+        raise zmq.ZMQError(errno.EMFILE)
+
+    caplog.set_level("INFO")
+    monkeypatch.setattr(kv_event_subscriber, "RETRY_SECS", 0.0)
+    config = config_in(tmp_path)
+    with closing(Rank(config)) as rank:
+        numbers = iter(range(10_000))
+        subscriber.follow("rank", feed(config))
+        wait_until(lambda: rank.publish(next(numbers)) or log.of.get("rank"))
+        with monkeypatch.context() as patch:
+            patch.setattr(kv_event_subscriber._Stream, "_connect", connect)
+            rank.skip()  # the gap needs another socket
+            wait_until(lambda: take_turn(subscriber) or rank.publish(next(numbers)) or num_tries >= 3)
+            num_lost = log.of["rank"].count("lost")
+        wait_until(lambda: rank.publish(next(numbers)) or log.of["rank"][-1] != "lost")
+        subscriber.leave("rank")
+        wait_until(lambda: log.of["rank"][-1] == "lost")
+    assert num_lost == 1
+    again = log.of["rank"][log.of["rank"].index("lost") + 1 :]
+    assert again[0] == "0", "what was published before is replayed"
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("are not followed" in line for line in said) == 1
+    assert sum("are followed now" in line for line in said) == 1
+
+
+def test_a_source_that_is_left_is_not_tried_again(
+    tmp_path: Path, subscriber: KvEventSubscriber[str], log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+
+    def connect(stream: kv_event_subscriber._Stream, kind: int, endpoint: str) -> None:
+        tried.append(stream.feed.endpoint)
+        raise zmq.ZMQError(errno.EMFILE)
+
+    monkeypatch.setattr(kv_event_subscriber, "RETRY_SECS", 0.0)
+    monkeypatch.setattr(kv_event_subscriber._Stream, "_connect", connect)
+    for name in "ab":
+        subscriber.follow(name, Feed(f"ipc://{tmp_path}/{name}", None, ""))
+    wait_until(lambda: take_turn(subscriber) or len(tried) > 4)
+    subscriber.leave("a")
+    wait_until(lambda: take_turn(subscriber) or list(subscriber._failed) == ["b"])
+    tried.clear()
+    wait_until(lambda: take_turn(subscriber) or len(tried) > 4)
+    assert set(tried) == {f"ipc://{tmp_path}/b"}
+    assert log.of == {}
 
 
 def test_bytes_that_are_no_events_are_dropped(
