@@ -92,11 +92,13 @@ class HealthWatch:
             self._follower.close()
 
     async def check(self, node: Node) -> None:
-        """Check one node, and report the outcome to the pool."""
+        """Check one node, and report the outcome to the pool. Several checks of a node may run at a time."""
+        num_before = self._num_timeouts.get(node, 0)
         try:
             status, body = await self._calls.get(node, "/health", HEALTH_TIMEOUT_SECS)
         except TimeoutError:
-            self._num_timeouts[node] = self._num_timeouts.get(node, 0) + 1
+            # Checks at the same time are one in the row; an answer to any of them has ended the row.
+            self._num_timeouts[node] = min(num_before, self._num_timeouts.get(node, 0)) + 1
             # A node that is unhealthy already gets this as its newest trouble.
             if self._num_timeouts[node] >= TIMEOUTS_BEFORE_UNHEALTHY or not node.healthy:
                 self._pool.mark_unhealthy(node, f"no answer to /health in {HEALTH_TIMEOUT_SECS:g} s")

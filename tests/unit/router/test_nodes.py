@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 from collections import Counter
+from collections.abc import Awaitable, Iterator
 from contextlib import ExitStack
+from itertools import repeat
 from typing import Any
 
 import pytest
@@ -191,6 +194,41 @@ async def test_a_node_is_unhealthy_after_two_timeouts_in_a_row(
     for _ in outcomes:
         await watch.check(node)
     assert node.healthy is is_healthy
+
+
+@pytest.mark.I7
+async def test_timeouts_at_the_same_time_are_one_in_the_row() -> None:
+    """Requests that search for a pair check the same node while its own check is under way."""
+    late: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
+    coming: Iterator[Awaitable[tuple[int, bytes]]] = repeat(late)
+
+    class Calls(NodeCalls):
+        async def get(self, *asked: object) -> tuple[int, bytes]:
+            return await next(coming)
+
+    pool = pool_of()
+    node = pool.nodes[0]
+    watch = HealthWatch(pool, Calls(1.0), 1.0, with_load=False)
+    checks = [asyncio.create_task(watch.check(node)) for _ in range(10)]
+    await asyncio.sleep(0)  # each asks the node
+    late.set_exception(LATE)
+    await asyncio.gather(*checks)
+    assert node.healthy
+
+    answers = asyncio.get_running_loop().create_future()
+    later = asyncio.get_running_loop().create_future()
+    coming = iter([answers, later])
+    checks = [asyncio.create_task(watch.check(node)) for _ in range(2)]
+    await asyncio.sleep(0)
+    answers.set_result((200, b"{}"))
+    await checks[0]
+    later.set_exception(TimeoutError())
+    await checks[1]
+    assert node.healthy, "it has answered in between"
+
+    coming = repeat(late)
+    await watch.check(node)
+    assert not node.healthy
 
 
 async def test_a_fault_of_the_router_does_not_end_the_checks_of_a_node(
