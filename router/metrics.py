@@ -39,7 +39,7 @@ class RouterMetrics:
         )
         self.prefill_retries = self._counter(
             "prefill_retries",
-            "Requests sent to another pair because a prefill node failed before the client had a byte",
+            "Retries because a prefill node failed, also those of streams that the client has begun to get",
         )
         self._resumes = self._counter(
             "resumes",
