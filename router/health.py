@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -32,6 +33,9 @@ TIMEOUTS_BEFORE_UNHEALTHY = 2
 """Timeouts in a row after which a node is unhealthy: one slow answer on a busy machine must not take it
 out. A row is of successive checks of the node that all timed out. Any other outcome ends it, also a fault of
 the router's own machine: what is short there may have been the cause of the timeout before it."""
+LOADS_MISSED_BEFORE_UNKNOWN = 2
+"""Healthy checks in a row without a load after which a node's last load counts no more. Otherwise a node that
+stops reporting would be avoided for ever because of what it had then."""
 
 LOADING = "it loads its model"
 """The ``trouble`` of a node that will become healthy by itself."""
@@ -74,7 +78,10 @@ class HealthWatch:
         self._calls = calls
         self._interval_secs = interval_secs
         self._with_load = with_load
-        self._num_timeouts: dict[Node, int] = {}
+        self._num_timeouts: Counter[Node] = Counter()
+        """Health checks in a row that timed out."""
+        self._num_loads_missed: Counter[Node] = Counter()
+        """Healthy checks in a row without a load."""
         self._tasks: list[asyncio.Task[None]] = []
         self._logged = LogLimiter()
 
@@ -93,14 +100,13 @@ class HealthWatch:
 
     async def check(self, node: Node) -> None:
         """Check one node, and report the outcome to the pool. Several checks of a node may run at a time."""
-        num_before = self._num_timeouts.get(node, 0)
+        num_before = self._num_timeouts[node]
         try:
             status, body = await self._calls.get(node, "/health", HEALTH_TIMEOUT_SECS)
         except TimeoutError:
-            # Checks at the same time are one in the row; an answer to any of them has ended the row.
-            self._num_timeouts[node] = min(num_before, self._num_timeouts.get(node, 0)) + 1
+            num_timeouts = _add_to_row(self._num_timeouts, node, num_before)
             # A node that is unhealthy already gets this as its newest trouble.
-            if self._num_timeouts[node] >= TIMEOUTS_BEFORE_UNHEALTHY or not node.healthy:
+            if num_timeouts >= TIMEOUTS_BEFORE_UNHEALTHY or not node.healthy:
                 self._pool.mark_unhealthy(node, f"no answer to /health in {HEALTH_TIMEOUT_SECS:g} s")
             return
         except OSError as error:
@@ -126,11 +132,15 @@ class HealthWatch:
             await self._ask_load(node)
 
     async def _ask_load(self, node: Node) -> None:
+        num_before = self._num_loads_missed[node]
         try:
             load = await self._calls.get_document(node, "/get_load", HEALTH_TIMEOUT_SECS, _LOAD_DECODER)
         except NodeDocumentError as error:
             log.debug("%s did not report its load: %s", node.name, error)
+            if _add_to_row(self._num_loads_missed, node, num_before) >= LOADS_MISSED_BEFORE_UNKNOWN:
+                self._pool.forget_load(node)
             return
+        self._num_loads_missed[node] = 0
         self._pool.report_load(node, _by_rank(load if isinstance(load, list) else [load]))
 
     async def _watch(self, node: Node) -> None:
@@ -148,6 +158,16 @@ class HealthWatch:
                         node.name,
                         "healthy" if node.healthy else "unhealthy",
                     )
+
+
+def _add_to_row(nums: Counter[Node], node: Node, num_before: int) -> int:
+    """Count a failed check of a node, and return how many there are in a row.
+
+    ``num_before``: the count when the check began. Checks at the same time are one in the row, and a success
+    of any of them has ended the row.
+    """
+    nums[node] = min(num_before, nums[node]) + 1
+    return nums[node]
 
 
 def _by_rank(loads: Sequence[_Load]) -> list[int]:

@@ -106,7 +106,8 @@ class Rank:
     num_in_flight: int = 0
     """Requests of this router whose first room is the rank's."""
     num_foreign: int = 0
-    """Requests of other routers that the rank had when its node last reported its load."""
+    """Requests of other routers that the rank had when its node last reported its load; 0 if that is not
+    known."""
     last_picked: int = -1
 
     def draw_room(self) -> int:
@@ -238,6 +239,11 @@ class NodePool:
             node.ranks = [Rank(node, number) for number in range(len(num_requests))]
         for rank, num in zip(node.ranks, num_requests, strict=True):
             rank.num_foreign = max(0, num - rank.num_in_flight)
+
+    def forget_load(self, node: Node) -> None:
+        """Note that a node's requests from other routers are not known any more."""
+        for rank in node.ranks:
+            rank.num_foreign = 0
 
     def _move_requests(self, kind: NodeKind) -> None:
         leaving = [node for node in self.of_kind(kind) if node.trouble == LEAVING]

@@ -160,6 +160,30 @@ async def test_what_a_node_says_of_its_ranks(said: object, num_requests: list[in
     assert [rank.num_foreign for rank in pool.nodes[0].ranks] == num_requests
 
 
+async def test_a_load_that_is_not_reported_any_more_is_forgotten() -> None:
+    """Otherwise a node would be avoided for ever because of what it had then."""
+    loads: Iterator[int | None] = iter([7, None, 5, None, None, None, None])
+
+    class Calls(NodeCalls):
+        async def get(self, node: Node, path: str, timeout_secs: float) -> tuple[int, bytes]:
+            await asyncio.sleep(0)  # checks at the same time take turns
+            if path == "/health":
+                return 200, b"{}"
+            num = next(loads)
+            return (404, b"") if num is None else (200, json.dumps(load(num)).encode())
+
+    pool = pool_of(num_decode=2, policy="least_loaded")
+    busy, idle = pool.of_kind(NodeKind.DECODE)
+    watch = HealthWatch(pool, Calls(1.0), 1.0, with_load=True)
+    for expected, num_checks in ((7, 1), (7, 1), (5, 1), (5, 3)):
+        await asyncio.gather(*(watch.check(busy) for _ in range(num_checks)))
+        assert [rank.num_foreign for rank in busy.ranks] == [expected]
+        assert pool.pick().decode is idle
+    await watch.check(busy)
+    assert [rank.num_foreign for rank in busy.ranks] == [0]
+    assert pool.pick().decode is busy
+
+
 LATE, NO_DESCRIPTOR = TimeoutError(), OSError(errno.EMFILE, "Too many open files")
 
 
