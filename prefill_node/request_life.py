@@ -251,7 +251,10 @@ class PrefillLife:
             self.requests.move(request, PrefillState.DRAINING, now_secs)
 
     def abort_room(self, peer: Peer, message: AbortRoom, now_secs: float) -> None:
-        """End a request that its decode node gave up. Answers RoomQuiet, at once or after the last write."""
+        """End a request that its decode node gave up. Answers RoomQuiet, at once or after the last write.
+
+        An AbortRoom of another attempt than the live one came late over an earlier connection. It ends
+        nothing, and of its own attempt nothing is in flight."""
         room = Room(message.room)
         request = self.requests.get(room)
         if request is None or request.peer.node_id != peer.node_id:
@@ -259,6 +262,10 @@ class PrefillLife:
             self.dropped["unknown_room" if ended is None else "late"] += 1
             batch_failed = ended is not None and ended.batch_failed
             self.tell_peer(peer, RoomQuiet(room, batch_failed, message.attempt))
+            return
+        if message.attempt not in (0, request.bootstrap.attempt):
+            self.dropped["late"] += 1
+            self.tell_peer(peer, RoomQuiet(room, batch_failed=False, attempt=message.attempt))
             return
         if request.is_draining:  # RoomQuiet follows its last write
             return

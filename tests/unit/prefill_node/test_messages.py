@@ -275,6 +275,25 @@ def test_messages_about_rooms_that_are_over_or_unknown_are_answered(
 
 
 @pytest.mark.I7
+def test_an_abort_that_comes_late_over_a_lost_connection_ends_no_later_attempt(
+    engine: EngineThread, peer: DecodePeer
+) -> None:
+    """The network has kept a Register and an AbortRoom of the earlier connection. Meanwhile the abort was
+    repeated over the next one, and answered, and another request has the room."""
+    before, room = engine.num_dropped("late"), next_room()
+    with engine.admission_paused(), closing(ControlPeer(engine)) as earlier:
+        bootstrap = peer.bootstrap(room, TOKENS, attempt=2)
+        peer.heartbeat()
+        earlier.client.send(peer.registration())
+        earlier.client.send(AbortRoom(room, "the request has ended", attempt=1))
+        assert earlier.expect(RoomQuiet) == RoomQuiet(room, batch_failed=False, attempt=1)
+        assert engine.num_dropped("late") == before + 1
+        peer.register()
+    assert peer.expect(RoomDone).room == room
+    peer.assert_has(bootstrap)
+
+
+@pytest.mark.I7
 def test_one_peer_cannot_abort_the_room_of_another(engine: EngineThread, peer: DecodePeer) -> None:
     room = next_room()
     with engine.admission_paused(), closing(ControlPeer(engine)) as other:

@@ -332,6 +332,17 @@ def test_a_bootstrap_that_is_repeated_while_its_room_drains_hears_how_it_ended(n
     assert node.told[1:] == [RoomQuiet(Room(1), batch_failed=False, attempt=3)]
 
 
+@pytest.mark.I7
+def test_an_abort_ends_its_own_attempt_or_that_of_a_node_that_says_none(node: Node) -> None:
+    for room, attempt, ends in ((1, 4, False), (1, 3, True), (2, 0, True)):
+        node.told.clear()
+        if node.life.requests.get(Room(room)) is None:
+            node.arrivals.bootstrap(node.peers[0], bootstrap_of(room, [*range(5, 40)], attempt=3), 0.0)
+        node.life.abort_room(node.peers[0], AbortRoom(room, "bored", attempt), 0.0)
+        assert (node.life.requests.get(Room(room)) is None) is ends
+        assert node.told == [RoomQuiet(Room(room), batch_failed=False, attempt=attempt)]
+
+
 @pytest.mark.I1
 def test_a_delivery_is_repeated_for_its_attempt(node: Node) -> None:
     message = bootstrap_of(1, [*range(5, 40)], attempt=3)
