@@ -145,7 +145,8 @@ class DecodeEvents:
             return
         known = self._peers.of_node(message.node_id)
         peer, replaced = self._peers.register(identity, message, now_secs)
-        if peer is not known:  # a new process may have the session of an earlier one
+        # A new process may have the session of an earlier one; a process that was lost comes back with it.
+        if peer is not known and not self._lanes.is_same_process(peer.session, message.lane):
             self._transfer.renew(peer.session)
         for old in replaced:
             self._life.fail_requests_of(old, "restarted", now_secs)
@@ -156,6 +157,7 @@ class DecodeEvents:
             self._answer_registration(peer, lane)
         else:  # tells the decode node, which waits while its memory is opened, that this engine is alive
             self._control.send(identity, HeartbeatAck(0, self._instance_id))
+        self._lanes.forget_all_but({peer.session for peer in self._peers})
 
     def _refuse(self, identity: bytes, node_id: str, error: str) -> None:
         self._life.dropped["refused"] += 1

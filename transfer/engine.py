@@ -86,7 +86,9 @@ class TransferEngine:
         self.transport = transport
         self._lock = threading.Lock()
         self._names: dict[str, str] = {}
-        """The name under which Mooncake knows each session that was written to; see ``renew``."""
+        """The name under which Mooncake knows each session that was written to; see ``renew``. None is
+        removed, because Mooncake never forgets one: the next process at a forgotten session would be written
+        to at the port of the first."""
         self.registered: dict[int, _Registered] = {}
         """Registered memory by its first address."""
         self.fault = ""

@@ -11,7 +11,8 @@ The prefill engine makes one ``Lanes`` and calls ``register`` for each Register;
 What the decode node holds is read over the same lane: by threads of a ``Sender`` (``LaneReader``), or, where
 a GPU reads all of it, on a stream of the engine's (``pinned``).
 
-The choice stands for as long as both processes live. Where a CPU writes and all memory is shared, the shared
+The choice stands for as long as both processes live, unless their node is not registered for long
+(``forget_all_but``). Where a CPU writes and all memory is shared, the shared
 memory is the pair's only way (``is_sole``). The kernel tells the decode node when this process has ended, and
 from then on nothing can land. It cannot say that of writes over the network, nor of a GPU's, which may
 outlive their process: the slots of such pairs wait out the quarantine.
@@ -22,7 +23,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
@@ -51,6 +53,10 @@ times as much of huge ones."""
 CLOSE_SECS = 5.0
 """Limit for unmapping a decode node's memory at shutdown; after that the kernel does it."""
 
+FORGET_SECS = 600.0
+"""Time from the end of the last write to a node that is not registered until its pair is forgotten. Nothing
+of a failed write lands so late: the transport's own timeouts are over by then."""
+
 LaneKind = Literal["shm", "tcp", "rdma"]
 
 
@@ -78,6 +84,10 @@ class _Pair:
     """Whether ``mapping`` has all that the decode node registered."""
     is_sole: bool = False
     """Whether all writes go through ``mapping`` and are made by a CPU."""
+    num_moves: int = 0
+    """Writes and reads under way."""
+    last_used_at: float = field(default_factory=time.monotonic)
+    """When the decode node registered last, or the last write or read ended, whichever is later."""
 
 
 class _Opened(NamedTuple):
@@ -108,7 +118,8 @@ class Lanes:
     on_decided: Callable[[], None] = lambda: None
     gpu: GpuWriter | None = None
     pairs: dict[str, _Pair] = field(default_factory=dict, init=False)
-    """Pairs by session. Those on shared memory are removed when their decode node has ended."""
+    """Pairs by session. Those on shared memory are removed when their decode node has ended, and those on the
+    network by ``forget_all_but``."""
     _decided: list[str] = field(default_factory=list, init=False)
     """See ``take_decided``."""
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
@@ -128,6 +139,7 @@ class Lanes:
                 if pair is not None and pair.mapping is not None:
                     pair.mapping.close()
                 pair = self.pairs[session] = _Pair(offer, time.monotonic())
+            pair.last_used_at = time.monotonic()
             if pair.lane is None and (reason := self._why_network(pair)):
                 self._decide(session, pair, self.over_network(reason))
             elif is_new and offer is not None:
@@ -139,6 +151,25 @@ class Lanes:
                     log.warning("no thread opens the memory of the decode node at %s: %s", session, error)
                     del self.pairs[session]  # the decode node soon registers again
             return pair.lane
+
+    def is_same_process(self, session: str, offer: LaneOffer | None) -> bool:
+        """Return whether the process that made this offer is the one that registered the session last. A
+        process that offers nothing cannot be told from the next."""
+        with self._lock:
+            pair = self.pairs.get(session)
+            return pair is not None and offer is not None and pair.offer == offer
+
+    def forget_all_but(self, registered: Collection[str]) -> None:
+        """Forget the pairs on the network that have not been used for FORGET_SECS, but for those of these
+        sessions. A pair is kept while a write may still land, even if its node is lost: were shared memory
+        then chosen, the decode node would hear that nothing lands any more."""
+        with self._lock:
+            latest = time.monotonic() - FORGET_SECS
+            for session, pair in tuple(self.pairs.items()):
+                is_idle = pair.num_moves == 0 and pair.last_used_at <= latest
+                is_on_network = pair.lane is not None and pair.mapping is None
+                if is_idle and is_on_network and session not in registered:
+                    del self.pairs[session]
 
     def lane(self, session: str) -> Lane | None:
         """Return the lane of a session; None while it is being chosen, and for an unknown session."""
@@ -199,27 +230,35 @@ class Lanes:
 
     def _move(self, session: str, moves: Writes, stop: Callable[[], str] | None, *, is_read: bool) -> None:
         """Write or read: over shared memory, and what lies in none of it over the network."""
-        pair, network = self._chosen(session), self.network
+        network = self.network
         over_network = network.read if is_read else network.write
-        if (mapping := pair.mapping) is None:
-            over_network(session, moves, stop)
-            return
-        columns = as_descriptors(moves)
-        check_own = network.check_destinations if is_read else network.check_sources
-        check_own(columns)
-        over_memory = mapping.read if is_read else mapping.write
-        elsewhere = over_memory(columns, stop, may_be_elsewhere=not pair.is_sole)
-        if elsewhere.any():
-            over_network(session, columns.at(elsewhere), stop)
+        with self._used(session) as pair:
+            if (mapping := pair.mapping) is None:
+                over_network(session, moves, stop)
+                return
+            columns = as_descriptors(moves)
+            check_own = network.check_destinations if is_read else network.check_sources
+            check_own(columns)
+            over_memory = mapping.read if is_read else mapping.write
+            elsewhere = over_memory(columns, stop, may_be_elsewhere=not pair.is_sole)
+            if elsewhere.any():
+                over_network(session, columns.at(elsewhere), stop)
 
-    def _chosen(self, session: str) -> _Pair:
-        """Return the pair of a session whose lane is chosen. Raises TransferError."""
+    @contextmanager
+    def _used(self, session: str) -> Iterator[_Pair]:
+        """Yield the pair of a session whose lane is chosen, and keep it meanwhile. Raises TransferError."""
         with self._lock:
             pair = self.pairs.get(session)
-        if pair is None or pair.lane is None:
-            reason = "it has ended or was never registered; nothing was moved"
-            raise TransferError(f"session {session} has no lane: {reason}")
-        return pair
+            if pair is None or pair.lane is None:
+                reason = "it has ended or was never registered; nothing was moved"
+                raise TransferError(f"session {session} has no lane: {reason}")
+            pair.num_moves += 1
+        try:
+            yield pair
+        finally:
+            with self._lock:
+                pair.num_moves -= 1
+                pair.last_used_at = time.monotonic()
 
     # --- choosing --------------------------------------------------------------------------------------
 

@@ -108,6 +108,12 @@ class SimLanes:
     def lane(self, session: str) -> Lane:
         return Lane("shm" if self.is_shared else "tcp", "")
 
+    def is_same_process(self, session: str, offer: LaneOffer | None) -> bool:
+        return False
+
+    def forget_all_but(self, registered: object) -> None:
+        """Keep everything: the test ends soon."""
+
     def write_bytes(self, session: str) -> int:
         return SLICE_COST
 

@@ -16,6 +16,7 @@ from hisparse_pd.base.access import PeerList
 from hisparse_pd.engine.messages import Shutdown
 from hisparse_pd.prefill_node.registrations import Registrations
 from hisparse_pd.prefill_node.requests import PrefillRequest
+from hisparse_pd.protocol.lane import SOCKET_PREFIX, LaneOffer
 from hisparse_pd.protocol.messages import (
     PROTOCOL_VERSION,
     AbortRoom,
@@ -32,6 +33,7 @@ from hisparse_pd.protocol.messages import (
     encoder,
 )
 from hisparse_pd.protocol.prompt_scores import WantedScores
+from hisparse_pd.transfer import lane
 from hisparse_pd.transfer.lane import Lane, Lanes
 from tests.unit.prefill_node.support import (
     ControlPeer,
@@ -208,6 +210,38 @@ def test_a_page_size_of_its_own_is_legal_when_hisparse(engine: EngineThread, str
     assert (failed.room, failed.status, failed.quiet) == (dense, 400, True)
     assert "64" in failed.error
     assert "16" in failed.error
+
+
+@pytest.mark.I8
+def test_a_process_that_registers_anew_is_looked_up_once_by_the_transport(
+    engine: EngineThread, peer: DecodePeer
+) -> None:
+    """A decode node that was lost, or that closes an idle connection, comes back under another node id. The
+    transport never forgets a name, so each would cost memory for good."""
+    names = engine.engine.transfer._names
+    offers = [LaneOffer(f"{SOCKET_PREFIX}{'0' * 16}", bytes([number]) * 32) for number in (1, 2)]
+    found = list[str]()
+    for number, offer in enumerate((offers[0], offers[0], offers[1], offers[1])):
+        peer.register(node_id=f"decode-0-{number}", lane=offer)
+        bootstrap = peer.bootstrap(next_room(), TOKENS)
+        peer.expect(RoomDone)
+        peer.assert_has(bootstrap)
+        found.append(names[peer.transfer.session])
+    assert found[0] == found[1] != found[2] == found[3]
+
+
+@pytest.mark.I8
+def test_lanes_to_nodes_that_are_lost_are_forgotten(
+    engine: EngineThread, peer: DecodePeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lane, "FORGET_SECS", 0.0)
+    with closing(ControlPeer(engine)) as other:
+        for port in range(9, 12):
+            other.client.send(peer.registration(node_id="decode-1", session=f"127.0.0.1:{port}"))
+            other.expect(Registered)
+    peer.register()
+    sessions = set(engine.engine.lanes.pairs)
+    assert sessions == {peer.transfer.session, "127.0.0.1:11"}, "those that are registered"
 
 
 # --- rooms ----------------------------------------------------------------------------------------------

@@ -309,6 +309,81 @@ def test_a_pair_is_on_the_network_for_good_where_the_memory_was_not_open_in_time
     assert pair.ended_when_closed() == []
 
 
+@pytest.mark.I8
+def test_a_pair_on_the_network_is_forgotten_when_its_node_is_lost_and_nothing_may_land(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise it would be kept for every decode node that there ever was."""
+    pair.register(None)
+    pair.lanes.forget_all_but(())
+    assert SESSION in pair.lanes.pairs, "it was used lately"
+    monkeypatch.setattr(hisparse_pd.transfer.lane, "FORGET_SECS", 0.0)
+    pair.lanes.forget_all_but({SESSION})
+    assert SESSION in pair.lanes.pairs, "its node is registered"
+    is_writing, may_end = threading.Event(), threading.Event()
+
+    def write(*_: object) -> None:
+        is_writing.set()
+        assert may_end.wait(WAIT_SECS)
+
+    monkeypatch.setattr(pair.network, "write", write)
+    writer = threading.Thread(target=pair.write, args=([0], [0], [10]))
+    writer.start()
+    assert is_writing.wait(WAIT_SECS)
+    pair.lanes.forget_all_but(())
+    assert SESSION in pair.lanes.pairs, "a write is under way"
+    may_end.set()
+    writer.join()
+    pair.lanes.forget_all_but(())
+    assert pair.lanes.pairs == {}
+
+
+@pytest.mark.I1
+def test_a_failed_write_keeps_its_pair_on_the_network_for_a_while(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes of it may land after the end of this process, which shared memory would rule out."""
+    with pair.host_stands_still(), monkeypatch.context() as patch:
+        assert pair.lanes.register(SESSION, pair.host.offer, pair.regions) is None
+        patch.setattr(hisparse_pd.transfer.lane, "OPEN_SECS", 0.0)
+        assert pair.register().kind == "tcp"
+    wait_until(lambda: not pair.is_opening, "the memory was opened, and let go of")
+
+    def fails(*_: object) -> None:
+        raise TransferError("no answer", may_still_land=True)
+
+    monkeypatch.setattr(pair.network, "write", fails)
+    registered_at = pair.lanes.pairs[SESSION].last_used_at
+    with pytest.raises(TransferError, match="no answer"):
+        pair.write([0], [0], [10])
+    assert pair.lanes.pairs[SESSION].last_used_at > registered_at, "the time counts from the write's end"
+    pair.lanes.forget_all_but(())
+    assert pair.register().kind == "tcp"
+    monkeypatch.setattr(hisparse_pd.transfer.lane, "FORGET_SECS", 0.0)
+    pair.lanes.forget_all_but(())
+    assert pair.register().kind == "shm", "nothing lands so late"
+
+
+@pytest.mark.I1
+@pytest.mark.I8
+def test_memory_that_is_mapped_is_not_forgotten(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hisparse_pd.transfer.lane, "FORGET_SECS", 0.0)
+    pair.register()
+    pair.lanes.forget_all_but(())
+    pair.write([0], [0], [10])
+    assert np.array_equal(pair.memory[0][:10], pair.network.source[:10])
+
+
+def test_only_an_offer_shows_that_a_process_is_the_same(pair: Pair) -> None:
+    offer = pair.host.offer
+    assert not pair.lanes.is_same_process(SESSION, offer), "it has not registered"
+    pair.register()
+    assert pair.lanes.is_same_process(SESSION, offer)
+    assert not pair.lanes.is_same_process(SESSION, LaneOffer(offer.socket, bytes(32)))
+    pair.register(None)
+    assert not pair.lanes.is_same_process(SESSION, None)
+
+
 @pytest.fixture
 def directory() -> Iterator[Path]:
     """A directory with a short path: the path of a socket has at most 107 bytes."""
