@@ -1,19 +1,21 @@
 """Looks prefill nodes up at their bootstrap endpoints, in threads beside the engine's loop.
 
-``Discovery`` owns the threads of one engine. Each peer of ``PrefillPeers`` has ``LookUps``, which asks its
-endpoint from time to time and keeps at most one result. ``instance_id`` names one run of a prefill node, from
-its start to its end. A result is as old as the beginning of its look-up: it says nothing about a run with
-which this node has registered since.
+``Discovery`` gives the look-ups of one engine to its threads (``lookup_threads.py``). Each peer of
+``PrefillPeers`` has ``LookUps``, which asks its endpoint from time to time and keeps at most one result.
+``instance_id`` names one run of a prefill node, from its start to its end. A result is as old as the
+beginning of its look-up: it says nothing about a run with which this node has registered since.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 from hisparse_pd.base.access import PeerList
+from hisparse_pd.decode_node.lookup_threads import LookUpThreads
 from hisparse_pd.decode_node.peer_address import PeerAddress
 from hisparse_pd.protocol.bootstrap import BootstrapInfo, BootstrapLookupError, look_up
 from hisparse_pd.protocol.channels import ControlKeys
@@ -22,9 +24,6 @@ log = logging.getLogger(__name__)
 
 LOOKUP_RETRY_SECS = 0.5
 """Time between two look-ups of one endpoint."""
-_MAX_THREADS = 16
-"""Most look-ups at a time. A host that drops packets blocks a thread for seconds, and does so again as long
-as a request needs it."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +46,13 @@ class Discovery:
         self._keys = keys
         self._allowed = allowed
         self._on_answer = on_answer
-        self._threads = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="bootstrap-lookup")
+        self._threads: LookUpThreads[BootstrapInfo] = LookUpThreads()
 
     def ask(self, address: PeerAddress) -> Future[BootstrapInfo]:
         """Begin a look-up. Its future raises BootstrapLookupError."""
         try:
-            future = self._threads.submit(look_up, *address.node, self._keys, self._allowed)
+            ask = partial(look_up, *address.node, self._keys, self._allowed)
+            future = self._threads.submit(address.node, ask)
         except RuntimeError as error:  # this process, or its container, has as many threads as it may
             future = Future()
             future.set_exception(BootstrapLookupError(f"no thread looks {address} up: {error}"))
@@ -61,7 +61,7 @@ class Discovery:
 
     def close(self) -> None:
         """End the threads, without waiting for look-ups that are under way."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
 
 class LookUps:

@@ -160,13 +160,13 @@ class Network:
 class Lookups:
     """In place of the threads that ask bootstrap endpoints: answers are made at once, and given when told."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def __init__(self) -> None:
         self.pending: list[tuple[Future[Any], Callable[[], Any]]] = []
 
-    def submit(self, ask: Callable[..., Any], *args: Any) -> Future[Any]:
+    def submit(self, endpoint: tuple[str, int], ask: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
         try:
-            answer = ask(*args)
+            answer = ask()
             self.pending.append((future, lambda: future.set_result(answer)))
         except BootstrapLookupError as error:
             failure = error
@@ -179,5 +179,5 @@ class Lookups:
             if future.set_running_or_notify_cancel():
                 give()
 
-    def shutdown(self, **_: Any) -> None:
+    def close(self) -> None:
         self.pending.clear()
