@@ -46,6 +46,11 @@ class Arrivals:
         if (ended := self._life.requests.ended(room)) is not None:
             self._answer_late(ended, peer, message)
             return
+        if self._life.requests.was_given_up(room, peer.session, message.attempt):
+            self._life.dropped["late"] += 1
+            given_up = f"room {room}: its decode node has given this attempt up"
+            self._life.tell_peer(peer, room_failed(message, 503, given_up, quiet=True, batch_failed=False))
+            return
         if (error := self._checks.why_refused(message, peer)) is not None:
             self._refuse(peer, message, 400, error)
             return

@@ -261,6 +261,7 @@ class PrefillLife:
             ended = self.requests.ended(room)
             self.dropped["unknown_room" if ended is None else "late"] += 1
             batch_failed = ended is not None and ended.batch_failed
+            self.requests.note_given_up(room, peer.session, message.attempt)
             self.tell_peer(peer, RoomQuiet(room, batch_failed, message.attempt))
             return
         if message.attempt not in (0, request.bootstrap.attempt):

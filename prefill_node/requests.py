@@ -226,6 +226,8 @@ class PrefillRequests:
         self._live: dict[Room, PrefillRequest] = {}
         self._by_state: dict[PrefillState, dict[Room, PrefillRequest]] = {state: {} for state in PrefillState}
         self._ended: OrderedDict[Room, EndedRequest] = OrderedDict()
+        self._never_came: OrderedDict[tuple[Room, str, int], None] = OrderedDict()
+        """Room, session and attempt of what was given up before its Bootstrap came."""
         self._max_ended = max_ended
         self.num_queued_tokens = 0
         """Prompt tokens of all QUEUED requests."""
@@ -285,6 +287,19 @@ class PrefillRequests:
     def ended(self, room: Room) -> EndedRequest | None:
         """Return what is remembered of the ended request with this room, or None."""
         return self._ended.get(room)
+
+    def note_given_up(self, room: Room, session: str, attempt: int) -> None:
+        """Note that the decode node at a session gave up an attempt that never came. Its slots are free soon,
+        so a Bootstrap of it that a lost connection has kept must not be served. Attempt 0 is not noted: its
+        decode node does not number them."""
+        if attempt:
+            self._never_came[room, session, attempt] = None
+            while len(self._never_came) > self._max_ended:
+                self._never_came.popitem(last=False)
+
+    def was_given_up(self, room: Room, session: str, attempt: int) -> bool:
+        """Return whether ``note_given_up`` was told so."""
+        return (room, session, attempt) in self._never_came
 
     def in_state(self, *states: PrefillState) -> Iterator[PrefillRequest]:
         """Yield live requests, state by state, each in order of entry. Make a list before moving any."""

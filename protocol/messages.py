@@ -21,8 +21,9 @@ repeated       Bootstrap with the same attempt as one of its room that was deliv
                with that outcome again, also while the failed room's writes are not over
 duplicate      second Bootstrap of a live room, unless repeated: dropped and counted; the first one stands
 unknown room   AbortRoom: answered with RoomQuiet (nothing in flight); from a prefill node: dropped, counted
-late           Bootstrap of a room that ended, unless repeated: RoomFailed; AbortRoom of another attempt than
-               the live one: answered with RoomQuiet of its attempt; other messages: dropped, counted
+late           Bootstrap of a room that ended, unless repeated, or of an attempt that was given up:
+               RoomFailed; AbortRoom of another attempt than the live one: answered with RoomQuiet of its
+               attempt; other messages: dropped, counted
 =============  ============================================================================
 
 No outcome is fatal to the node, and none touches another room.

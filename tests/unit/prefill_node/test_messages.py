@@ -327,6 +327,28 @@ def test_an_abort_that_comes_late_over_a_lost_connection_ends_no_later_attempt(
     peer.assert_has(bootstrap)
 
 
+@pytest.mark.I1
+def test_a_bootstrap_that_comes_late_over_a_lost_connection_writes_nothing(
+    engine: EngineThread, peer: DecodePeer
+) -> None:
+    """Its abort was answered over the next connection, so its slots may have another owner. The next attempt
+    of the room is served."""
+    before, room = engine.num_dropped("late"), next_room()
+    peer.client.send(AbortRoom(room, "the request has ended", attempt=1))
+    peer.expect(RoomQuiet)
+    with closing(ControlPeer(engine)) as earlier:
+        earlier.client.send(peer.registration())
+        late = earlier.bootstrap(room, TOKENS, attempt=1)
+        failed = earlier.expect(RoomFailed)
+        assert (failed.room, failed.quiet, failed.attempt) == (room, True, late.attempt)
+    assert engine.num_dropped("late") == before + 1
+    assert not peer.kv_host.any()
+    peer.register()
+    bootstrap = peer.bootstrap(room, TOKENS, attempt=2)
+    peer.expect(RoomDone)
+    peer.assert_has(bootstrap)
+
+
 @pytest.mark.I7
 def test_one_peer_cannot_abort_the_room_of_another(engine: EngineThread, peer: DecodePeer) -> None:
     room = next_room()

@@ -19,7 +19,7 @@ from hisparse_pd.prefill_node.prompt_pages import PromptPages
 from hisparse_pd.prefill_node.push import PENDING_DIVISOR, WRITE_TIMEOUT_SECS, Pusher, SourceRegions
 from hisparse_pd.prefill_node.registrations import Peer
 from hisparse_pd.prefill_node.request_life import PrefillLife
-from hisparse_pd.prefill_node.requests import PrefillState
+from hisparse_pd.prefill_node.requests import PrefillRequests, PrefillState
 from hisparse_pd.prefill_node.scheduler import StepLimits
 from hisparse_pd.protocol.messages import (
     AbortRoom,
@@ -341,6 +341,22 @@ def test_an_abort_ends_its_own_attempt_or_that_of_a_node_that_says_none(node: No
         node.life.abort_room(node.peers[0], AbortRoom(room, "bored", attempt), 0.0)
         assert (node.life.requests.get(Room(room)) is None) is ends
         assert node.told == [RoomQuiet(Room(room), batch_failed=False, attempt=attempt)]
+
+
+def test_what_was_given_up_is_known_by_room_node_and_attempt(node: Node) -> None:
+    node.life.abort_room(node.peers[0], AbortRoom(1, "bored", 3), 0.0)
+    node.life.abort_room(node.peers[0], AbortRoom(2, "bored"), 0.0)
+    for room, peer, attempt, is_served in ((1, 0, 3, False), (1, 1, 3, True), (2, 0, 0, True)):
+        message = bootstrap_of(room, [*range(5, 40)], attempt=attempt)
+        node.arrivals.bootstrap(node.peers[peer], message, 0.0)
+        assert (node.life.requests.get(Room(room)) is not None) is is_served
+
+
+def test_of_what_was_given_up_the_last_is_remembered() -> None:
+    requests = PrefillRequests(max_ended=2)
+    for attempt in (1, 2, 3):
+        requests.note_given_up(Room(1), "a", attempt)
+    assert [requests.was_given_up(Room(1), "a", attempt) for attempt in (1, 2, 3)] == [False, True, True]
 
 
 @pytest.mark.I1
