@@ -354,7 +354,8 @@ def test_a_resident_leaves_pages_that_it_shares(short_node: MakeNode, capacity: 
     own = set(slots_tensor(request.owned[PoolKind.DEVICE]).tolist())
     node.engine.plan_moves.carry_out(StepPlan(exchanges=(Exchange(request, capacity),)), 0.0)
     assert request.is_filling is not keeps
-    assert (own <= set(slots_tensor(request.owned[PoolKind.DEVICE]).tolist())) is keeps
+    if keeps:  # else its new slots may be any, these among them
+        assert own <= set(slots_tensor(request.owned[PoolKind.DEVICE]).tolist())
     assert [answer.token_ids for answer in answers] != expected, "it has tokens to draw"
     while not all(answer.is_over for answer in answers):
         node.turn()
