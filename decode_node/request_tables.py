@@ -52,6 +52,7 @@ from hisparse_pd.kernels.row_check import (
     wrong_row,
 )
 from hisparse_pd.kernels.row_errors import ReadAt
+from hisparse_pd.kernels.step_tokens import row_results
 from hisparse_pd.kernels.swap_in import RowStart, start_dense_row
 from hisparse_pd.protocol.messages import Extent
 
@@ -287,8 +288,7 @@ class RequestTables:
     def row_results(self, req_rows: Tensor) -> Tensor:
         """Return the error flags, hits, misses and evictions of the rows so far: int64 [num_reqs, 4], on the
         device."""
-        flags = self.state.error_flags[req_rows].long()
-        return torch.cat((flags[:, None], self.state.counters[req_rows]), dim=1)
+        return row_results(self.state.error_flags, self.state.counters, req_rows)
 
     def wrong_row(self, request: Request) -> WrongRow:
         """Return the first wrong row of a request, after a step said that it has one. Waits for the

@@ -42,6 +42,12 @@ def likeliest_tokens(logits: Tensor, known: Tensor) -> Tensor:
     return torch.where(known < 0, likeliest, known)
 
 
+def row_results(error_flags: Tensor, counters: Tensor, req_rows: Tensor) -> Tensor:
+    """Return the error flags and the counters of the requests' rows: int64 [num_reqs, 4]. The arguments are
+    those of ``plain_results``, and are not changed."""
+    return torch.cat((error_flags[req_rows].long()[:, None], counters[req_rows]), dim=1)
+
+
 def plain_results(
     logits: Tensor,
     known: Tensor,
@@ -68,5 +74,4 @@ def plain_results(
     tokens = likeliest_tokens(logits, known)
     is_real = torch.arange(len(tokens)) < num_real_reqs
     newest[torch.where(is_real, req_rows, len(newest) - 1)] = tokens
-    flags = error_flags[req_rows].long()
-    return torch.cat((flags[:, None], counters[req_rows], tokens[:, None]), dim=1)
+    return torch.cat((row_results(error_flags, counters, req_rows), tokens[:, None]), dim=1)

@@ -11,11 +11,11 @@ The prefill engine makes one ``Lanes`` and calls ``register`` for each Register;
 What the decode node holds is read over the same lane: by threads of a ``Sender`` (``LaneReader``), or, where
 a GPU reads all of it, on a stream of the engine's (``pinned``).
 
-The choice stands for as long as both processes live, unless their node is not registered for long
-(``forget_all_but``). Where a CPU writes and all memory is shared, the shared
-memory is the pair's only way (``is_sole``). The kernel tells the decode node when this process has ended, and
-from then on nothing can land. It cannot say that of writes over the network, nor of a GPU's, which may
-outlive their process: the slots of such pairs wait out the quarantine.
+The choice stands for as long as both processes live, unless the decode node is not registered for long
+(``forget_all_but``). Where a CPU writes and all memory is shared, the shared memory is the pair's only way
+(``is_sole``). The kernel tells the decode node when this process has ended, and from then on nothing can
+land. It cannot say that of writes over the network, nor of a GPU's, which may outlive their process: the
+slots of such pairs wait out the quarantine.
 """
 
 from __future__ import annotations
