@@ -220,10 +220,12 @@ class EndedRequest:
 
 
 class PrefillRequests:
-    """All live requests by room and by state, in each state in order of entry, and the ended ones by room."""
+    """All live requests by room and by state, in QUEUED in order of arrival and in other states in order of
+    entry, and the ended ones by room."""
 
     def __init__(self, max_ended: int = MAX_ENDED_REQUESTS) -> None:
         self._live: dict[Room, PrefillRequest] = {}
+        """In order of arrival."""
         self._by_state: dict[PrefillState, dict[Room, PrefillRequest]] = {state: {} for state in PrefillState}
         self._ended: OrderedDict[Room, EndedRequest] = OrderedDict()
         self._never_came: OrderedDict[tuple[Room, str, int], None] = OrderedDict()
@@ -248,8 +250,8 @@ class PrefillRequests:
         """Change a request's state. In DONE and FAILED it is no longer live, but remembered.
 
         A move to a live state ends a phase of its log. ``request_life.py`` ends the last one before DONE,
-        since RoomDone has its length. A request that is QUEUED again goes on with that phase, before all
-        others in this state. Raises IllegalPrefillMove.
+        since RoomDone has its length. A request that is QUEUED again goes on with that phase, in its place by
+        order of arrival. Raises IllegalPrefillMove.
         """
         if state not in MOVES[request.state]:
             raise IllegalPrefillMove(
@@ -260,8 +262,7 @@ class PrefillRequests:
             self.num_queued_tokens -= len(request.token_ids)
         request.state, request.since_secs = state, now_secs
         if state is PrefillState.QUEUED:
-            queued = self._by_state[state]
-            self._by_state[state] = {request.room: request, **queued}
+            self._by_state[state] = {room: each for room, each in self._live.items() if each.state is state}
             self.num_queued_tokens += len(request.token_ids)
             request.phases.reopen()
             return
@@ -302,7 +303,7 @@ class PrefillRequests:
         return (room, session, attempt) in self._never_came
 
     def in_state(self, *states: PrefillState) -> Iterator[PrefillRequest]:
-        """Yield live requests, state by state, each in order of entry. Make a list before moving any."""
+        """Yield live requests, state by state, in the order of each. Make a list before moving any."""
         for state in states:
             yield from self._by_state[state].values()
 

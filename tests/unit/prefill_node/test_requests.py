@@ -96,7 +96,7 @@ def test_rooms_of_a_state_come_in_order_of_entry() -> None:
     assert [request.room for request in table.in_state(PrefillState.COMPUTING)] == [2, 1, 0]
 
 
-def test_a_room_that_begins_anew_waits_in_front_and_goes_on_with_that_phase() -> None:
+def test_a_room_that_begins_anew_goes_on_with_that_phase() -> None:
     table = PrefillRequests()
     first, second = opened(table, 1), opened(table, 2)
     table.move(first, PrefillState.COMPUTING, 1.0)
@@ -107,6 +107,18 @@ def test_a_room_that_begins_anew_waits_in_front_and_goes_on_with_that_phase() ->
     assert table.num_queued_tokens == 3
     table.move(first, PrefillState.SENDING, 5.0)
     assert (first.phases.secs("queue"), first.phases.secs("prefill")) == (3.0, 2.0)
+
+
+def test_requests_that_begin_anew_wait_in_order_of_arrival() -> None:
+    """Prompts are served, and expire, in this order."""
+    table = PrefillRequests()
+    arrived = [opened(table, room) for room in range(1, 5)]
+    begun = arrived[:1] + arrived[2:]  # the second one waits for the pages of another prompt
+    for request in begun:
+        table.move(request, PrefillState.COMPUTING, 1.0)
+    for request in begun:
+        table.move(request, PrefillState.QUEUED, 2.0)
+    assert list(table.in_state(PrefillState.QUEUED)) == arrived
 
 
 def test_tokens_count_while_their_rooms_wait() -> None:
