@@ -30,7 +30,6 @@ import logging
 import math
 from typing import Final, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,7 +37,12 @@ from hisparse_pd.core.memory.host import HostPool, Pinning, allocate_host
 from hisparse_pd.core.memory.numa import ANYWHERE, Placement
 from hisparse_pd.core.memory.peer import ipc_handle
 from hisparse_pd.core.model.spec import ModelSpec
-from hisparse_pd.core.paging.extents import SlotRanges, extents_to_slots, slice_extents
+from hisparse_pd.core.paging.extents import (
+    SlotRanges,
+    extents_to_page_ids,
+    extents_to_slots,
+    slice_extents,
+)
 from hisparse_pd.core.paging.pools import PoolKind, SlotCounts
 from hisparse_pd.protocol.messages import ROW_CHECK_BYTES, Extent, Region, RegionKind, Room
 from hisparse_pd.transfer.aux_record import AuxLayout, AuxRecord
@@ -262,8 +266,4 @@ def slots_tensor(extents: tuple[Extent, ...]) -> Tensor:
 def pages_tensor(extents: tuple[Extent, ...], page_size: int) -> Tensor:
     """Return the page ids of ``extents``, which are whole pages, in position order: int64 [num_pages], on the
     CPU."""
-    ids = [
-        np.arange(extent.start // page_size, (extent.start + extent.length) // page_size)
-        for extent in extents
-    ]
-    return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *ids]))
+    return torch.from_numpy(extents_to_page_ids(extents, page_size))
