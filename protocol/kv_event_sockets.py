@@ -67,7 +67,7 @@ class KvEventPublisher:
                 # tells the sender only once for each half of a queue that messages were taken. The queue is
                 # twice as long, so that a replay fits behind one that the subscriber has already taken.
                 _open(self._replay, config.replay_endpoint, 2 * (config.buffer_steps + 1), binds=True)
-                self._poller.register(_Channel(self._replay))
+                self._poller.register(self._replay)
         except StartError:
             self._context.destroy(linger=0)
             self._wakeup.close()
@@ -129,13 +129,6 @@ class KvEventPublisher:
             for seq, payload in self._history.since(int.from_bytes(first, "big")):
                 replay.send_multipart([subscriber, b"", encode_seq(seq), payload], zmq.NOBLOCK)
             replay.send_multipart([subscriber, b"", END_OF_REPLAY, b""], zmq.NOBLOCK)
-
-
-class _Channel:
-    """A socket as a ``Poller`` takes it."""
-
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
-        self.socket = socket
 
 
 class _History:

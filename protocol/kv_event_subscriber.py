@@ -174,12 +174,12 @@ class _Stream:
         self.feed = feed
         self._order = Order()
         self._logged = LogLimiter()
-        self._replay: _Channel | None = None
+        self._replay: zmq.Socket[bytes] | None = None
         self._replay_until = 0.0
         self._silent_at = 0.0
         self._sub = self._connect(zmq.SUB, feed.endpoint)
         try:
-            self._sub.socket.subscribe(feed.topic.encode())
+            self._sub.subscribe(feed.topic.encode())
             self._ask_again(0)
         except zmq.ZMQError:
             self.close()  # messages that nobody reads would wake the thread again and again
@@ -191,7 +191,7 @@ class _Stream:
         found: list[BlockChanges | None] = []
         replay = self._replay
         if replay is not None:
-            for frames in burst(replay.socket):
+            for frames in burst(replay):
                 self._replay_until = time.monotonic() + REPLAY_SECS
                 if len(frames) == 3 and frames[1] == END_OF_REPLAY:
                     found += self._end_replay()
@@ -201,7 +201,7 @@ class _Stream:
             else:
                 if time.monotonic() > self._replay_until:
                     found += self._end_replay()
-        for frames in burst(self._sub.socket):
+        for frames in burst(self._sub):
             self._silent_at = time.monotonic() + SILENCE_SECS
             if len(frames) == 3 and (batch := self._decoded(*frames[1:])):
                 found += self._order.published(*batch)
@@ -222,7 +222,7 @@ class _Stream:
             return self._end_replay()
         # A socket of its own for each replay: what comes late of an earlier one is nobody's.
         self._replay = self._connect(zmq.DEALER, self.feed.replay_endpoint)
-        self._replay.socket.send_multipart([b"", encode_seq(first)], zmq.NOBLOCK)
+        self._replay.send_multipart([b"", encode_seq(first)], zmq.NOBLOCK)
         self._replay_until = time.monotonic() + REPLAY_SECS
         return []
 
@@ -243,8 +243,8 @@ class _Stream:
                 log.warning("dropped malformed KV events from %s: %s", self.feed.endpoint, error)
             return None
 
-    def _connect(self, kind: int, endpoint: str) -> _Channel:
-        sock = self._context.socket(kind)
+    def _connect(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
+        sock: zmq.Socket[bytes] = self._context.socket(kind)
         sock.setsockopt(zmq.LINGER, 0)
         sock.setsockopt(zmq.MAXMSGSIZE, _MAX_BATCH_BYTES)
         sock.setsockopt(zmq.RCVHWM, _MAX_WAITING)
@@ -254,20 +254,12 @@ class _Stream:
         except zmq.ZMQError:
             sock.close()
             raise
-        channel = _Channel(sock)
-        self._poller.register(channel)
-        return channel
+        self._poller.register(sock)
+        return sock
 
-    def _disconnect(self, channel: _Channel) -> None:
-        self._poller.unregister(channel)
-        channel.socket.close()
-
-
-class _Channel:
-    """A socket as a ``Poller`` takes it."""
-
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
-        self.socket = socket
+    def _disconnect(self, sock: zmq.Socket[bytes]) -> None:
+        self._poller.unregister(sock)
+        sock.close()
 
 
 class Order:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import zmq
 
@@ -20,13 +20,6 @@ BURST_MESSAGES = 256
 _BURST_BYTES = 4 << 20
 """Most bytes that a channel receives in one turn, to which the last message may add: 4 MiB of extents take an
 engine 10 ms."""
-
-
-class HasSocket(Protocol):
-    """A channel whose owner receives from it when its socket is readable."""
-
-    @property
-    def socket(self) -> zmq.Socket[bytes]: ...
 
 
 def burst(*sockets: zmq.Socket[bytes]) -> Iterator[list[bytes]]:
@@ -79,10 +72,20 @@ class Wakeup:
         self._sender.close()
 
 
+class HasSocket(Protocol):
+    """A channel whose owner receives from it when its socket is readable."""
+
+    @property
+    def socket(self) -> zmq.Socket[bytes]: ...
+
+
 class HasFileno(Protocol):
     """Anything with a file descriptor that can become readable, such as a Wakeup."""
 
     def fileno(self) -> int: ...
+
+
+Pollable: TypeAlias = zmq.Socket[bytes] | HasSocket | HasFileno
 
 
 class Poller:
@@ -91,16 +94,18 @@ class Poller:
     def __init__(self) -> None:
         self._poller = zmq.Poller()
 
-    def register(self, channel: HasSocket | HasFileno) -> None:
-        self._poller.register(_pollable(channel), zmq.POLLIN)
+    def register(self, channel: Pollable) -> None:
+        self._poller.register(_polled(channel), zmq.POLLIN)
 
-    def unregister(self, channel: HasSocket | HasFileno) -> None:
-        self._poller.unregister(_pollable(channel))
+    def unregister(self, channel: Pollable) -> None:
+        self._poller.unregister(_polled(channel))
 
     def wait(self, timeout_secs: float) -> bool:
         """Return whether something can be received, after at most ``timeout_secs``."""
         return bool(self._poller.poll(round(timeout_secs * 1000)))
 
 
-def _pollable(channel: HasSocket | HasFileno) -> zmq.Socket[bytes] | int:
+def _polled(channel: Pollable) -> zmq.Socket[bytes] | int:
+    if isinstance(channel, zmq.Socket):
+        return channel
     return channel.socket if hasattr(channel, "socket") else channel.fileno()
