@@ -14,7 +14,7 @@ from typing import NamedTuple
 from hisparse_pd.base.vocabulary import Mode
 from hisparse_pd.core.paging.prefix import Prefix
 from hisparse_pd.decode_node.limits import Limits
-from hisparse_pd.decode_node.request import Request
+from hisparse_pd.decode_node.request import Request, admission_order
 from hisparse_pd.decode_node.step_plan import Admission, Exchange
 
 
@@ -83,7 +83,7 @@ class DeviceUse:
         most that size. An answer is kept until the next exchange, because most requests of a queue ask for
         the same size."""
         full_size = limits.hot_slots(limits.device_buffer_size)
-        for request in sorted(running, key=_admission_order, reverse=True):
+        for request in sorted(running, key=admission_order, reverse=True):
             num_slots = request.owned_slots.device
             if (exchange := exchanges.get(request)) is not None:
                 self._note_exchange(exchange)
@@ -162,7 +162,3 @@ class DeviceUse:
                 for hot in self.hisparse.values()
             )
         return sum(max(0, -hot.beyond(most_slots)) for hot in self._coming) - beyond
-
-
-def _admission_order(request: Request) -> int:
-    return request.admitted_seq

@@ -24,7 +24,7 @@ from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.making_room import leave_safely
 from hisparse_pd.decode_node.mode_speed import num_saved_positions
 from hisparse_pd.decode_node.plan_draft import PlanDraft
-from hisparse_pd.decode_node.request import Request
+from hisparse_pd.decode_node.request import Request, admission_order
 from hisparse_pd.decode_node.step_plan import Exchange, Fill
 
 MIN_SAVED: Final = 1.0
@@ -51,7 +51,7 @@ def enlarge_hot_buffers(draft: PlanDraft) -> None:
         for r in draft.running
         if 0 < r.hot_capacity < min(full_size, r.next_seq_len) and not r.num_page_slots
     ]
-    for request in sorted(small, key=_admission_order):
+    for request in sorted(small, key=admission_order):
         capacity = draft.limits.max_capacity(request)
         gain = SlotCounts(device=draft.limits.in_pages(capacity) - request.num_device_slots)
         if capacity > request.hot_capacity and request.has_next_step:
@@ -198,7 +198,3 @@ def _num_missed(limits: Limits, request: Request) -> float:
     a share as so far and each step selects as many positions as the model can."""
     num_steps = request.sampling.max_new_tokens - request.next_index
     return request.row_counters.miss_share * limits.index_topk * num_steps
-
-
-def _admission_order(request: Request) -> int:
-    return request.admitted_seq

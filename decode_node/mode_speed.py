@@ -125,7 +125,7 @@ def num_saved_positions(draft: PlanDraft, num_more: int, num_more_slots: int) ->
     use, cost = draft.device_use, draft.miss_cost
     num_hisparse = use.num_hisparse
     num_slots = draft.limits.totals.device - use.dense_slots
-    most = max(draft.limits.device_buffer_size, draft.limits.largest_hot_buffer)
+    most = _largest(draft.limits)
     seq_len = use.hisparse_slots / num_hisparse if num_hisparse else math.inf
     present = cost.num_missed(num_hisparse, num_slots, most, seq_len)
     return present - cost.num_missed(num_hisparse + num_more, num_slots + num_more_slots, most, seq_len)

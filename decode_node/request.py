@@ -11,6 +11,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from typing import Final
 
 import numpy as np
@@ -478,3 +479,7 @@ class Request:
         if self.delivery is None:  # without a prefill node nothing was cached but what is held
             return CachedTokens(decode=self.held_prefix_tokens)
         return CachedTokens.of_room(self.delivery)
+
+
+admission_order = attrgetter("admitted_seq")
+"""The key by which requests are sorted so that those admitted first come first."""

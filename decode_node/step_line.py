@@ -23,7 +23,7 @@ from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.miss_cost import MissCosts
 from hisparse_pd.decode_node.next_plan import NextPlan
 from hisparse_pd.decode_node.plan_moves import PlanMoves
-from hisparse_pd.decode_node.request import Request
+from hisparse_pd.decode_node.request import Request, admission_order
 from hisparse_pd.decode_node.request_states import RequestState, RunStage
 from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.decode_node.runner import DeviceRunner, Launched
@@ -168,7 +168,7 @@ class StepLine:
         running = self._requests.select(RequestState.RUNNING)
         ready = (request for request in running if request.run_stage is RunStage.READY)
         taking_part = (request for request in ready if request not in self._skipping)
-        return sorted(taking_part, key=lambda request: request.admitted_seq)
+        return sorted(taking_part, key=admission_order)
 
     def _num_drafts(self, batch: Sequence[Request]) -> int:
         """Choose how many drafts of a request the next step verifies at most."""
