@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hisparse_pd.base.access import PeerList, is_host
-from hisparse_pd.core.paging.extents import total_length
+from hisparse_pd.core.paging.extents import SlotRanges, total_length
 from hisparse_pd.protocol.messages import (
     PROTOCOL_VERSION,
     ROW_CHECK_BYTES,
@@ -298,12 +298,12 @@ def _why_extents_wrong(
     if num_given < num_landing or (num_given > num_landing and not may_exceed):
         bound = "at least " if may_exceed else ""
         return f"{kind.value} extents are of {num_given} tokens, the KV to land is of {bound}{num_landing}"
-    starts = np.array([extent.start for extent in extents], np.int64)
-    ends = starts + np.array([extent.length for extent in extents], np.int64)
-    order = np.argsort(starts)
-    overlapping = np.flatnonzero(starts[order][1:] < ends[order][:-1])
+    ranges = SlotRanges.of_extents(extents)
+    order = np.argsort(ranges.starts)
+    starts, lengths = ranges.starts[order], ranges.lengths[order]
+    overlapping = np.flatnonzero(starts[1:] < (starts + lengths)[:-1])
     if len(overlapping):
-        return f"{kind.value} extents overlap at slot {starts[order][overlapping[0] + 1]}"
+        return f"{kind.value} extents overlap at slot {starts[overlapping[0] + 1]}"
     return None
 
 

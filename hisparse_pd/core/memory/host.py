@@ -20,7 +20,6 @@ import fcntl
 import logging
 import mmap
 import os
-import resource
 import time
 import weakref
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
 from hisparse_pd.base.vocabulary import StartError
+from hisparse_pd.core.memory.machine import memlock_limit
 from hisparse_pd.core.memory.numa import ANYWHERE, Placement
 from hisparse_pd.core.memory.numa_binding import place_memory
 
@@ -219,8 +219,8 @@ def _pin(pool: HostPool, mapping: mmap.mmap, addr: int, name: str, pinning: Pinn
     try:
         pinning.register(addr, pool.num_bytes)
     except Exception as error:
-        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        memlock = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} bytes"
+        limit = memlock_limit()
+        memlock = "unlimited" if limit is None else f"{limit} bytes"
         raise HostMemoryError(
             f"{name}: CUDA cannot register {pool.num_bytes} bytes ({pool.num_bytes / _GIB:.1f} GiB): "
             f"{type(error).__name__}: {error}; locked memory is limited to {memlock} (ulimit -l, docker's "
