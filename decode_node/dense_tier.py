@@ -142,7 +142,8 @@ class DenseTier:
         num_stored = self._prefixes.num_found(keys, HISPARSE)
         if num_here <= num_stored or not self._prefixes.is_up(keys, DENSE):
             return True
-        if any(down.left.keys[num_stored : num_stored + 1] == keys[num_stored:][:1] for down in self._down):
+        next_page = slice(num_stored, num_stored + 1)
+        if any(down.left.keys[next_page] == keys[next_page] for down in self._down):
             return False
         page_size = self._pools.page_size
         before = self._prefixes.use_if_any(keys[:num_stored], HISPARSE)

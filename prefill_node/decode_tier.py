@@ -169,7 +169,8 @@ class DecodeTier:
         plan: ReadPlan,
     ) -> bool:
         """Begin to copy the pages of ``keys`` from ``first_page`` on, where a GPU here reaches the decode
-        node's memory, and the prefix tree takes them before they have arrived. Returns whether it did."""
+        node's memory, and the prefix tree takes them before they have arrived. Returns whether a copy was
+        tried: after one that failed at once, the request is computed instead."""
         arrivals = self._memory.arrivals
         if arrivals is None or not self._prefixes.fit_one_more_run(keys, CACHE_POOLS):
             return False

@@ -346,6 +346,7 @@ class _NoMooncake:
 
 
 def new_mooncake_engine() -> Any:
+    """Returns a Mooncake engine that is not initialized yet, or raises ``TransferSetupError``."""
     # Imported here because the extension starts to log and reads its environment at its import.
     try:
         from mooncake.engine import TransferEngine as MooncakeEngine

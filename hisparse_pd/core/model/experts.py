@@ -43,9 +43,9 @@ class RoutedExperts(torch.nn.Module):
         """The loader fills the weights.
 
         ``dtype``: the weights' dtype, or their form in four bits. Weights in ``kernels.block_fp8.DTYPE`` have
-        scales. ``ranks``: the ranks that share the experts; None: this
-        rank has all. ``ue8m0``: see ``kernels.fp8_rows``. ``has_room``: allocate one more expert, which
-        ``take_shared`` fills; not with ``ranks``, and not with weights in four bits.
+        scales. ``ranks``: the ranks that share the experts; None: this rank has all. ``ue8m0``: see
+        ``kernels.fp8_rows``. ``has_room``: allocate one more expert, which ``take_shared`` fills; not with
+        ``ranks``, and not with weights in four bits.
         """
         super().__init__()
         assert ranks is None or not has_room, (
