@@ -97,6 +97,7 @@ block_changes_decoder: TypedDecoder[BlockChanges] = TypedDecoder(BlockChanges)
 
 
 def encode_batch(ts: float, events: Iterable[KvEvent], rank: int) -> bytes:
+    """Return the frame with ``events`` of ``rank``. ``ts``: see ``KvEventBatch``."""
     return _encoder.encode(KvEventBatch(ts, list(events), rank))
 
 

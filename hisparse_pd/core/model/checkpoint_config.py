@@ -138,6 +138,7 @@ def _check_quantization(config: dict[str, Any], config_file: Path) -> None:
 
 
 def positive_integer(config: dict[str, Any], path: Path, key: str) -> int:
+    """Return what ``config`` has at ``key``, or raise CheckpointError. ``path``: the checkpoint's folder."""
     value = config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise CheckpointError(f"{path / 'config.json'}: {key} is {value!r}; expected a positive integer")
