@@ -1,9 +1,10 @@
 """Looks prefill nodes up at their bootstrap endpoints, in threads beside the engine's loop.
 
-``Discovery`` gives the look-ups of one engine to its threads (``lookup_threads.py``). Each peer of
-``PrefillPeers`` has ``LookUps``, which asks its endpoint from time to time and keeps at most one result.
-``instance_id`` names one run of a prefill node, from its start to its end. A result is as old as the
-beginning of its look-up: it says nothing about a run with which this node has registered since.
+``Discovery`` gives the look-ups of one engine to its threads, which take them in the order of
+``lookup_times.py``. Each peer of ``PrefillPeers`` has ``LookUps``, which asks its endpoint from time to time
+and keeps at most one result. ``instance_id`` names one run of a prefill node, from its start to its end. A
+result is as old as the beginning of its look-up: it says nothing about a run with which this node has
+registered since.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from hisparse_pd.base.access import PeerList
-from hisparse_pd.decode_node.lookup_threads import LookUpThreads
+from hisparse_pd.base.call_threads import CallThreads
+from hisparse_pd.decode_node.lookup_times import Endpoint, LookUpTimes
 from hisparse_pd.decode_node.peer_address import PeerAddress
 from hisparse_pd.protocol.bootstrap import BootstrapInfo, BootstrapLookupError, look_up
 from hisparse_pd.protocol.channels import ControlKeys
@@ -24,6 +26,8 @@ log = logging.getLogger(__name__)
 
 LOOKUP_RETRY_SECS = 0.5
 """Time between two look-ups of one endpoint."""
+MAX_THREADS = 64
+"""Most look-ups at a time."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +50,16 @@ class Discovery:
         self._keys = keys
         self._allowed = allowed
         self._on_answer = on_answer
-        self._threads: LookUpThreads[BootstrapInfo] = LookUpThreads()
+        self._times = LookUpTimes()
+        self._threads: CallThreads[Endpoint] = CallThreads(
+            MAX_THREADS, "bootstrap-lookup", self._times.fastest
+        )
 
     def ask(self, address: PeerAddress) -> Future[BootstrapInfo]:
         """Begin a look-up. Its future raises BootstrapLookupError."""
         try:
             ask = partial(look_up, *address.node, self._keys, self._allowed)
-            future = self._threads.submit(address.node, ask)
+            future = self._threads.submit(address.node, self._times.measured, address.node, ask)
         except RuntimeError as error:  # this process, or its container, has as many threads as it may
             future = Future()
             future.set_exception(BootstrapLookupError(f"no thread looks {address} up: {error}"))
@@ -61,7 +68,7 @@ class Discovery:
 
     def close(self) -> None:
         """End the threads, without waiting for look-ups that are under way."""
-        self._threads.close()
+        self._threads.close(wait=False)
 
 
 class LookUps:

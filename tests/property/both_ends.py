@@ -185,7 +185,7 @@ class World:
                 "Wakeup": NoWakeup,
             },
             "hisparse_pd.decode_node.discovery": {
-                "LookUpThreads": lambda: self._lookups,
+                "CallThreads": lambda *_: self._lookups,
                 "look_up": look_up,
             },
             "hisparse_pd.engine.loop": {

@@ -163,10 +163,10 @@ class Lookups:
     def __init__(self) -> None:
         self.pending: list[tuple[Future[Any], Callable[[], Any]]] = []
 
-    def submit(self, endpoint: tuple[str, int], ask: Callable[[], Any]) -> Future[Any]:
+    def submit(self, endpoint: tuple[str, int], ask: Callable[..., Any], *args: Any) -> Future[Any]:
         future: Future[Any] = Future()
         try:
-            answer = ask()
+            answer = ask(*args)
             self.pending.append((future, lambda: future.set_result(answer)))
         except BootstrapLookupError as error:
             failure = error
@@ -179,5 +179,5 @@ class Lookups:
             if future.set_running_or_notify_cancel():
                 give()
 
-    def close(self) -> None:
+    def close(self, *, wait: bool) -> None:
         self.pending.clear()

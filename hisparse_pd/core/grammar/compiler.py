@@ -15,7 +15,7 @@ from threading import Lock
 from typing import Any, Final
 from weakref import WeakValueDictionary
 
-from hisparse_pd.core.grammar.compile_threads import CompileThreads
+from hisparse_pd.core.grammar.compile_threads import compile_threads
 from hisparse_pd.core.grammar.matcher import GrammarError
 from hisparse_pd.core.grammar.token_trie import Grammar, TokenTrie
 
@@ -40,7 +40,7 @@ class Compiler:
         """Grammars that are compiled or cannot be compiled, by their text, the most recently used last."""
         self._in_use: WeakValueDictionary[str, Future[Grammar]] = WeakValueDictionary()
         """Futures that a caller still has, by the grammar's text."""
-        self._threads = CompileThreads(_NUM_THREADS, "grammars")
+        self._threads = compile_threads(_NUM_THREADS, "grammars")
 
     def compile(self, text: str, output: Sequence[int] = ()) -> Future[Grammar]:
         """Return a future of the compiled grammar, or of a GrammarError.

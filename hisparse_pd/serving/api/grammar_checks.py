@@ -19,7 +19,7 @@ from pathlib import Path
 
 from hisparse_pd.core import grammar
 from hisparse_pd.core.grammar.checker import MAX_CLOCK_SECS, MAX_CORE_SECS, Verdict
-from hisparse_pd.core.grammar.compile_threads import CompileThreads
+from hisparse_pd.core.grammar.compile_threads import compile_threads
 from hisparse_pd.core.grammar.token_trie import MAX_GRAMMAR_BYTES
 from hisparse_pd.serving.http.http_errors import ApiError, FieldRefused
 
@@ -36,7 +36,7 @@ class GrammarChecks:
     def __init__(self, tokenizer_json: Path, vocab_size: int, eos_token_id: int) -> None:
         self._arguments = [str(tokenizer_json), str(vocab_size), str(eos_token_id)]
         self.process: subprocess.Popen[bytes] | None = None
-        self._threads = CompileThreads(1, "grammar-checks")
+        self._threads = compile_threads(1, "grammar-checks")
         self._num_waiting = 0
         self._known: OrderedDict[bytes, str] = OrderedDict()
         """Error of each known grammar, "" if it is fine, by its text's hash; the latest one used is last."""
@@ -68,7 +68,7 @@ class GrammarChecks:
                 "try again",
             )
         self._num_waiting += 1
-        # The size lets short grammars overtake long ones (``CompileThreads``).
+        # The size lets short grammars overtake long ones (``compile_threads``).
         asked = self._threads.submit(len(encoded), self.answer, encoded)
         try:
             return await asyncio.wrap_future(asked)

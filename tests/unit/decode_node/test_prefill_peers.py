@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from hisparse_pd.base.access import PeerList
-from hisparse_pd.decode_node import discovery, lookup_threads, prefill_peers
+from hisparse_pd.decode_node import discovery, prefill_peers
 from hisparse_pd.decode_node.peer_address import PeerAddress
 from hisparse_pd.decode_node.peer_events import InstanceGone, PeerLost, PeerReady, PeerRefused, RanksChanged
 from hisparse_pd.decode_node.prefill_peers import PrefillPeers
@@ -265,7 +265,7 @@ def test_look_ups_that_nobody_needs_any_more_keep_no_thread_from_others(
         raise BootstrapLookupError("no answer")
 
     monkeypatch.setattr(discovery, "look_up", slow)
-    monkeypatch.setattr(lookup_threads, "MAX_THREADS", 1)
+    monkeypatch.setattr(discovery, "MAX_THREADS", 1)
     with closing(make_peers(keys)) as peers:
         nowhere = [PeerAddress(f"nowhere-{number}", 1) for number in range(8)]
         now = time.monotonic()

@@ -10,7 +10,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from hisparse_pd.core.grammar.compile_threads import CompileThreads
+from hisparse_pd.base.call_threads import CallThreads
+from hisparse_pd.core.grammar.compile_threads import compile_threads
 from hisparse_pd.core.grammar.compiler import Compiler
 from hisparse_pd.core.grammar.matcher import GrammarError
 from hisparse_pd.core.grammar.token_trie import Grammar, TokenTrie
@@ -21,9 +22,9 @@ pytestmark = pytest.mark.I8
 
 
 @contextmanager
-def one_thread(may_go_on: Event) -> Iterator[CompileThreads]:
+def one_thread(may_go_on: Event) -> Iterator[CallThreads[int]]:
     """One thread, whose first call lasts until ``may_go_on``."""
-    threads = CompileThreads(1, "tried")
+    threads = compile_threads(1, "tried")
     has_begun = Event()
 
     def hold() -> None:
@@ -53,7 +54,7 @@ def test_a_short_one_waits_for_one_long_one_and_a_long_one_for_as_many_short_one
 @pytest.mark.I7
 def test_a_call_for_which_no_thread_starts_is_made_with_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Starting a thread fails in a container that has as many threads as it may."""
-    threads = CompileThreads(2, "tried")
+    threads = compile_threads(2, "tried")
     try:
         with monkeypatch.context() as patch:
             patch.setattr(Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
@@ -62,28 +63,6 @@ def test_a_call_for_which_no_thread_starts_is_made_with_the_next_one(monkeypatch
         assert first.result(WAIT_SECS) == "first"
     finally:
         threads.close(wait=True)
-
-
-def test_what_nobody_wants_any_more_is_not_begun() -> None:
-    may_go_on, order = Event(), list[str]()
-    with one_thread(may_go_on) as threads:
-        cancelled = threads.submit(1, order.append, "cancelled")
-        forgotten = threads.submit(1, order.append, "forgotten")
-        wanted = threads.submit(9, order.append, "wanted")
-        cancelled.cancel()
-        del forgotten
-        may_go_on.set()
-        wanted.result(WAIT_SECS)
-    assert order == ["wanted"]
-
-
-def test_what_is_raised_is_raised_to_who_asked() -> None:
-    may_go_on = Event()
-    may_go_on.set()
-    with one_thread(may_go_on) as threads:
-        with pytest.raises(ZeroDivisionError):
-            threads.submit(1, lambda: 1 / 0).result(WAIT_SECS)
-        assert threads.submit(1, str, 7).result(WAIT_SECS) == "7"
 
 
 def test_grammars_of_requests_that_have_ended_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

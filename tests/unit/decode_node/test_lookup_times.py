@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
 
-from hisparse_pd.decode_node import lookup_threads
-from hisparse_pd.decode_node.lookup_threads import LookUpThreads
+from hisparse_pd.base.call_threads import CallThreads
+from hisparse_pd.decode_node import lookup_times
+from hisparse_pd.decode_node.lookup_times import Endpoint, LookUpTimes
 from tests.waiting import WAIT_SECS
 
 pytestmark = [pytest.mark.I7, pytest.mark.I8]
@@ -22,8 +23,9 @@ DROPPED_SECS, REFUSED_SECS, ANSWERED_SECS = 5.0, 0.001, 0.01
 class OneThread:
     """One thread for look-ups, and a clock that only they move on."""
 
-    def __init__(self, threads: LookUpThreads[str]) -> None:
-        self.threads = threads
+    def __init__(self) -> None:
+        self.times = LookUpTimes()
+        self.threads: CallThreads[Endpoint] = CallThreads(1, "tried", self.times.fastest)
         self.now = 0.0
         self.asked: list[str] = []
         """Hosts that were looked up, in order."""
@@ -38,7 +40,7 @@ class OneThread:
                 raise error
             return host
 
-        return self.threads.submit((host, 1), look_up)
+        return self._submit(host, look_up)
 
     def while_busy(self, submit: Callable[[], list[Future[str]]]) -> list[str]:
         """Submit look-ups while the thread is busy. Returns their hosts in the order of being looked up."""
@@ -49,7 +51,7 @@ class OneThread:
             assert may_end.wait(WAIT_SECS)
             return "busy"
 
-        busy = self.threads.submit(("busy", 1), look_up)
+        busy = self._submit("busy", look_up)
         assert is_busy.wait(WAIT_SECS)
         self.asked.clear()
         futures = submit()
@@ -59,13 +61,17 @@ class OneThread:
                 future.exception(WAIT_SECS)
         return self.asked
 
+    def close(self) -> None:
+        self.threads.close(wait=True)
+
+    def _submit(self, host: str, look_up: Callable[[], str]) -> Future[str]:
+        return self.threads.submit((host, 1), self.times.measured, (host, 1), look_up)
+
 
 @pytest.fixture
 def one(monkeypatch: pytest.MonkeyPatch) -> Iterator[OneThread]:
-    monkeypatch.setattr(lookup_threads, "MAX_THREADS", 1)
-    with closing(LookUpThreads[str]()) as threads:
-        one = OneThread(threads)
-        monkeypatch.setattr(lookup_threads, "time", SimpleNamespace(monotonic=lambda: one.now))
+    with closing(OneThread()) as one:
+        monkeypatch.setattr(lookup_times, "time", SimpleNamespace(monotonic=lambda: one.now))
         yield one
 
 
@@ -95,22 +101,9 @@ def test_a_host_that_answers_again_is_looked_up_early_again(one: OneThread) -> N
 def test_of_many_hosts_those_looked_up_last_are_remembered(
     one: OneThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lookup_threads, "MAX_REMEMBERED", 3)
+    monkeypatch.setattr(lookup_times, "MAX_REMEMBERED", 3)
     for host in ("first", "second", "first", "third"):
         one.ask(host, DROPPED_SECS).result(WAIT_SECS)
     # The look-up that keeps the thread busy is remembered, too.
     first, *_ = one.while_busy(lambda: [one.ask(host) for host in ("first", "third", "second")])
     assert first == "second", "it is as good as never tried"
-
-
-def test_a_look_up_that_is_cancelled_while_it_waits_is_not_made(one: OneThread) -> None:
-    def submit() -> list[Future[str]]:
-        futures = [one.ask("dropped"), one.ask("wanted")]
-        assert futures[0].cancel()
-        assert len(one.threads._waiting) == 1, "nothing is kept of it"
-        with pytest.raises(CancelledError):
-            futures[0].result()
-        return futures
-
-    assert one.while_busy(submit) == ["wanted"]
-    assert one.ask("next").result(WAIT_SECS) == "next"
