@@ -51,6 +51,8 @@ class FakeNode:
     requests: list[tuple[str, httpx.Headers, bytes]] = field(default_factory=list)
     says: bytes | None = None
     """Answer to questions about its load, its models and itself, if it is not to tell the truth."""
+    num_without_info: int = 0
+    """Next questions about itself that it does not answer."""
     asked: list[tuple[str, str | None]] = field(default_factory=list)
     """The router's own questions: path and Authorization header."""
     client_left: asyncio.Event = field(default_factory=asyncio.Event)
@@ -66,6 +68,9 @@ class FakeNode:
         match scope["path"]:
             case "/health":
                 await (answer(send, self.health, 200) if self.healthy else answer(send, self.trouble, 503))
+            case "/server_info" if self.num_without_info:
+                self.num_without_info -= 1
+                await answer(send, b"", 503)
             case "/get_load" | "/v1/models" | "/server_info" | "/model_info" | "/tokenizer_info" if (
                 self.says is not None
             ):

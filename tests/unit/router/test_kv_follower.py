@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
+from itertools import islice
 
 import msgspec
 import pytest
@@ -14,10 +16,21 @@ from hisparse_pd.base.kv_events_config import KvEventsConfig
 from hisparse_pd.base.ports import free_port
 from hisparse_pd.protocol.kv_event_sockets import KvEventPublisher
 from hisparse_pd.protocol.kv_events import BlockRemoved, BlockStored, KvEvent, encode_batch
-from hisparse_pd.router.kv_follower import _feed
+from hisparse_pd.router import kv_follower
+from hisparse_pd.router.known_pages import KnownPages
+from hisparse_pd.router.kv_follower import (
+    FIRST_PAUSE_SECS,
+    MAX_PAUSE_SECS,
+    KvFollower,
+    _feed,
+    _pauses_secs,
+)
+from hisparse_pd.router.node_calls import NodeCalls
+from hisparse_pd.router.nodes import Node, NodeKind
 from hisparse_pd.serving.http.page_names import PAGES_HEADER, PageNames
 from hisparse_pd.serving.http.prefixes import BLOCK_BYTES
-from tests.unit.router.cluster import Cluster, FakeNode, answer, cluster, computes
+from tests.unit.router.cluster import Cluster, FakeNode, answer, cluster, computes, serving
+from tests.waiting import WAIT_SECS
 
 pytestmark = pytest.mark.anyio
 
@@ -139,6 +152,59 @@ async def test_a_node_that_is_gone_is_known_for_nothing_and_followed_anew(
         ranks[0].store(4)
         pair.prefill[0].healthy = True
         await until_known(pair, 0, 4)
+
+
+async def test_a_node_that_does_not_say_at_first_where_it_publishes_is_asked_again(
+    configs: list[KvEventsConfig], ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_follower, "FIRST_PAUSE_SECS", 0.01)
+    async with cluster(
+        [computes] * NUM_NODES,
+        named,
+        prefill_says=list(map(info, configs)),
+        policy="cache_aware",
+        health_interval_secs=0.05,
+    ) as pair:
+        ranks[0].store(1, 2, 3)
+        await until_known(pair, 0, 3)
+        pair.prefill[0].healthy = False
+        await until_known(pair, 0, 0)
+        pair.prefill[0].num_without_info = 3
+        pair.prefill[0].healthy = True
+        await until_known(pair, 0, 3)
+        assert pair.prefill[0].num_without_info == 0
+
+
+async def test_a_node_that_is_unhealthy_or_followed_anew_is_not_asked_by_an_earlier_task(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_follower, "FIRST_PAUSE_SECS", 0.01)
+    fake = FakeNode(computes, num_without_info=1 << 30)
+    async with serving(fake) as url, asyncio.timeout(WAIT_SECS):
+        node = Node.from_url(NodeKind.PREFILL, url)
+        with closing(KvFollower(KnownPages(), NodeCalls(WAIT_SECS))) as follower:
+            await follower.follow(node)
+            assert [path for path, _ in fake.asked] == ["/server_info"]
+            (of_unhealthy,) = follower._asking.values()
+            await of_unhealthy  # it ends by itself
+            assert len(fake.asked) == 1
+            node.healthy = True
+            await follower.follow(node)
+            (earlier,) = follower._asking.values()
+            await follower.follow(node)
+            (last,) = follower._asking.values()
+            await asyncio.wait((earlier,))
+            assert earlier.cancelled()
+            assert not last.done()
+        await asyncio.wait((last,))
+        assert last.cancelled()
+
+
+def test_a_node_without_the_document_is_asked_ever_less_often() -> None:
+    pauses = list(islice(_pauses_secs(), 20))
+    assert pauses[:3] == [FIRST_PAUSE_SECS, 2 * FIRST_PAUSE_SECS, 4 * FIRST_PAUSE_SECS]
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == MAX_PAUSE_SECS
 
 
 @pytest.mark.parametrize(
