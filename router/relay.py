@@ -144,6 +144,8 @@ class RelayedRequest:
         """The client's stream, once its first bytes are here; None for an answer that is not journaled."""
         self._journal: StreamJournal | None = None
         """None if the router keeps no journals, and nothing resumes."""
+        self._uncounted: Failure | None = None
+        """The failure because of which the next try is a retry; a search may end without another try."""
         if relay.journals.max_bytes:
             # Only a stream is resumed, from its body and records. An answer that is not streamed begins anew:
             # its journal gets no records, and the body's bytes do not count.
@@ -197,6 +199,9 @@ class RelayedRequest:
     async def _try(self, pair: Pair) -> Attempt | None:
         """Send the request to a pair. Returns the attempt once its answer has begun; None if it failed and
         another try is due. Raises RouterError."""
+        if self._uncounted is not None:
+            self._relay.metrics.count_retry(self._uncounted)
+            self._uncounted = None
         call = self._relay.calls.call(pair.decode, DECODE_SILENCE_SECS)
         attempt = self.attempt = Attempt(pair, call, self._pool, self._can_resume)
         try:
@@ -267,7 +272,7 @@ class RelayedRequest:
             return
         self._route.retry(error, failure, pair)
         log.warning("%s: %s; trying another pair", self._endpoint, error)
-        self._relay.metrics.count_retry(failure)
+        self._uncounted = failure
         if self._span is not None:
             self._span.event("retry", {"exception.message": str(error), **_node_attributes(pair)})
 

@@ -180,6 +180,23 @@ async def test_a_stream_that_nobody_goes_on_with_ends_in_an_error(others: list[B
         assert json.loads(error.removeprefix("data: "))["error"]["message"] in told
 
 
+async def test_a_search_that_ends_without_another_try_counts_none() -> None:
+    async def goes_away(node: FakeNode, send: Send) -> None:
+        node.healthy = False
+        await NOT_READY(node, send)
+
+    async with cluster(decode=at_first(LOST, goes_away), resume_timeout_secs=1.0) as pair:
+        assert "error" in (await pair.client.post(PATH, json=BODY)).text
+        assert len(pair.decode[0].requests) == 2
+        assert "router_retries_total 0.0" in await pair.metrics()
+
+
+async def test_a_resume_behind_a_retry_is_no_other_retry() -> None:
+    async with cluster(decode=[NOT_READY, LOST, GOES_ON], resume_timeout_secs=NEVER_SECS) as pair:
+        assert (await pair.client.post(PATH, json=BODY)).text == SHOWN
+        assert "router_retries_total 1.0" in await pair.metrics()
+
+
 async def test_a_stream_whose_next_prefill_node_fails_goes_on_with_another_one() -> None:
     """It resumes at the same decode node, with the same records."""
     fails = at_first(says(error_body(PREFILL_NODE_FAILED), 503), GOES_ON)
