@@ -371,6 +371,7 @@ class PrefillPeers:
             self.regions,
             self.transfer_protocol,
             self.lane_host.offer if self.lane_host is not None else None,
+            self.node_id,
         )
         self.send(peer.address, register)
 

@@ -145,12 +145,12 @@ class DecodeEvents:
             return
         known = self._peers.of_node(message.node_id)
         peer, replaced = self._peers.register(identity, message, now_secs)
-        # A new process may have the session of an earlier one; a process that was lost comes back with it.
-        if peer is not known and not self._lanes.is_same_process(peer.session, message.lane):
-            self._transfer.renew(peer.session)
         for old in replaced:
             self._life.fail_requests_of(old, "restarted", now_secs)
         if peer is not known:
+            # Only now, when no request of an earlier run at this session begins another write: it would go to
+            # the new run's memory.
+            self._transfer.renew(peer.session, message.instance_id)
             log.info("registered decode node %s, session %s", peer.node_id, peer.session)
         regions = [(region.base_addr, region.num_bytes) for region in message.regions]
         if (lane := self._lanes.register(peer.session, message.lane, regions)) is not None:

@@ -183,6 +183,9 @@ class Register(Struct, frozen=True, array_like=True, tag=1):
     transfer_protocol: Name = ""
     """The session's protocol, such as "tcp"; empty from a node that does not say."""
     lane: LaneOffer | None = None
+    instance_id: Name = ""
+    """Names one run of the decode node, whichever ``node_id`` it registers under; empty from a node that does
+    not say."""
     """An offer to processes of the same machine to open the memory of the regions; None if they cannot."""
 
 

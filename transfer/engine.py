@@ -32,6 +32,7 @@ from hisparse_pd.transfer.plan import (
     as_descriptors,
     cut_long,
 )
+from hisparse_pd.transfer.session_names import SessionNames
 from hisparse_pd.transfer.transport import TCP, Transport, address_fault, environment_fault
 
 log = logging.getLogger(__name__)
@@ -85,10 +86,8 @@ class TransferEngine:
             raise TransferSetupError(str(fault))
         self.transport = transport
         self._lock = threading.Lock()
-        self._names: dict[str, str] = {}
-        """The name under which Mooncake knows each session that was written to; see ``renew``. None is
-        removed, because Mooncake never forgets one: the next process at a forgotten session would be written
-        to at the port of the first."""
+        self.names = SessionNames()
+        """The names under which Mooncake knows sessions over TCP."""
         self.registered: dict[int, _Registered] = {}
         """Registered memory by its first address."""
         self.fault = ""
@@ -181,8 +180,7 @@ class TransferEngine:
         if self.fault:
             raise TransferError(f"{verb} {preposition} session {session}: {self.fault}; nothing was sent")
         columns = cut_long(columns, MAX_DESCRIPTOR_BYTES)
-        with self._lock:
-            name = self._names.setdefault(session, session)
+        name = self.names.of(session) if self.transport.protocol == "tcp" else session
         most = MAX_BATCH_DESCRIPTORS if verb == "write" else MAX_READ_DESCRIPTORS
         num_moved = 0
         for first in range(0, columns.lengths.size, most):
@@ -227,17 +225,10 @@ class TransferEngine:
                 f"{addrs.size}) is not in registered memory; nothing was sent"
             )
 
-    def renew(self, session: str) -> None:
-        """Note that a new process has ``session``, so that the next write looks up that process's memory.
-
-        Over TCP Mooncake keeps writing to the port of the first process that had a name. A zero in front of
-        the port makes another name for the same address. Over RDMA Mooncake looks again when a write fails.
-        """
-        with self._lock:
-            name = self._names.get(session)
-            if name is not None and self.transport.protocol == "tcp":
-                host, _, port = name.rpartition(":")
-                self._names[session] = f"{host}:0{port}"
+    def renew(self, session: str, instance_id: str) -> None:
+        """Note which run of a node has ``session``, so that the next write looks up that run's memory; empty
+        if the node does not say. Over RDMA Mooncake looks again by itself when a write fails."""
+        self.names.renew(session, instance_id)
 
     def is_reachable(self, session: str) -> bool:
         """Return whether a peer answers at ``session`` now."""

@@ -152,13 +152,6 @@ class Lanes:
                     del self.pairs[session]  # the decode node soon registers again
             return pair.lane
 
-    def is_same_process(self, session: str, offer: LaneOffer | None) -> bool:
-        """Return whether the process that made this offer is the one that registered the session last. A
-        process that offers nothing cannot be told from the next."""
-        with self._lock:
-            pair = self.pairs.get(session)
-            return pair is not None and offer is not None and pair.offer == offer
-
     def forget_all_but(self, registered: Collection[str]) -> None:
         """Forget the pairs on the network that have not been used for FORGET_SECS, but for those of these
         sessions. A pair is kept while a write may still land, even if its node is lost: were shared memory

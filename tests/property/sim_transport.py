@@ -67,7 +67,7 @@ class SimTransfer:
     def register(self, memory: torch.Tensor) -> int:
         return memory.data_ptr()
 
-    def renew(self, session: str) -> None:
+    def renew(self, session: str, instance_id: str) -> None:
         pass
 
     def close(self) -> None:
@@ -107,9 +107,6 @@ class SimLanes:
 
     def lane(self, session: str) -> Lane:
         return Lane("shm" if self.is_shared else "tcp", "")
-
-    def is_same_process(self, session: str, offer: LaneOffer | None) -> bool:
-        return False
 
     def forget_all_but(self, registered: object) -> None:
         """Keep everything: the test ends soon."""

@@ -148,7 +148,7 @@ class PrefillDouble(PrefillNode):
         self._transfer.close()
 
     def note_registration(self, register: Register) -> None:
-        self._transfer.renew(register.session)
+        self._transfer.renew(register.session, register.instance_id)
 
     def take(self, identity: bytes, message: Bootstrap | AbortRoom) -> None:
         match message:

@@ -232,6 +232,18 @@ def test_a_look_up_for_which_no_thread_starts_ends_no_loop(
 
 
 @pytest.mark.I8
+def test_a_node_that_has_closed_an_idle_connection_says_that_it_is_the_same_run(
+    prefill: PrefillNode, peers: PrefillPeers
+) -> None:
+    peers.poll(time.monotonic() + prefill_peers.IDLE_CLOSE_SECS, ())
+    assert peers.num_registered == 0
+    poll_until(peers, {prefill.address}, lambda _: peers.num_registered, prefill.answer)
+    first, second = prefill.registered.values()
+    assert first.node_id != second.node_id
+    assert first.instance_id == second.instance_id != ""
+
+
+@pytest.mark.I8
 def test_an_address_at_which_nobody_was_found_is_forgotten_with_its_last_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -16,7 +16,6 @@ from hisparse_pd.base.access import PeerList
 from hisparse_pd.engine.messages import Shutdown
 from hisparse_pd.prefill_node.registrations import Registrations
 from hisparse_pd.prefill_node.requests import PrefillRequest
-from hisparse_pd.protocol.lane import SOCKET_PREFIX, LaneOffer
 from hisparse_pd.protocol.messages import (
     PROTOCOL_VERSION,
     AbortRoom,
@@ -218,16 +217,16 @@ def test_a_process_that_registers_anew_is_looked_up_once_by_the_transport(
 ) -> None:
     """A decode node that was lost, or that closes an idle connection, comes back under another node id. The
     transport never forgets a name, so each would cost memory for good."""
-    names = engine.engine.transfer._names
-    offers = [LaneOffer(f"{SOCKET_PREFIX}{'0' * 16}", bytes([number]) * 32) for number in (1, 2)]
+    names = engine.engine.transfer.names
     found = list[str]()
-    for number, offer in enumerate((offers[0], offers[0], offers[1], offers[1])):
-        peer.register(node_id=f"decode-0-{number}", lane=offer)
+    for number, run in enumerate(("first", "first", "second", "second", "", "")):
+        peer.register(node_id=f"decode-0-{number}", instance_id=run)
         bootstrap = peer.bootstrap(next_room(), TOKENS)
         peer.expect(RoomDone)
         peer.assert_has(bootstrap)
-        found.append(names[peer.transfer.session])
+        found.append(names.of(peer.transfer.session))
     assert found[0] == found[1] != found[2] == found[3]
+    assert len(set(found[3:])) == 3, "runs that do not say which they are may all be others"
 
 
 @pytest.mark.I8
@@ -461,13 +460,22 @@ def test_a_reconnected_peer_keeps_its_rooms(engine: EngineThread, peer: DecodePe
     peer.assert_has(bootstrap)
 
 
+@pytest.mark.I1
 @pytest.mark.I7
 @pytest.mark.parametrize("is_at_its_session", [False, True])
 def test_a_peer_with_another_session_or_memory_loses_the_rooms_that_there_were(
-    engine: EngineThread, peer: DecodePeer, is_at_its_session: bool
+    engine: EngineThread, peer: DecodePeer, is_at_its_session: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The node's name does not matter: a session with other memory is another process."""
     room = next_room()
+    transfer, had_room = engine.engine.transfer, list[bool]()
+    renew = transfer.renew
+
+    def recorded(session: str, instance_id: str) -> None:
+        had_room.append(engine.has_room(room))
+        renew(session, instance_id)
+
+    monkeypatch.setattr(transfer, "renew", recorded)
     kept = tuple(region for region in peer.regions if region.kind is not RegionKind.KV_DEVICE)
     other = {"node_id": "decode-1", "regions": kept} if is_at_its_session else {"session": "127.0.0.1:9"}
     with engine.admission_paused(), closing(ControlPeer(engine)) as successor:
@@ -479,6 +487,7 @@ def test_a_peer_with_another_session_or_memory_loses_the_rooms_that_there_were(
     assert ended is not None
     assert ended.status == 502
     assert "restarted" in ended.error
+    assert had_room == [False], "what is written from now on goes to the memory of the next process"
     assert room not in engine.computed
 
 

@@ -56,10 +56,11 @@ OLD_GEOMETRY = replace(GEOMETRY, index_rotation="", has_row_checks=False, attent
     [
         (_fields(BOOTSTRAP)[:-1], replace(BOOTSTRAP, hisparse=False)),
         ([*_fields(BOOTSTRAP), {"a": "later"}], BOOTSTRAP),
-        (_fields(REGISTER)[:-1], replace(REGISTER, lane=None)),
-        (_fields(REGISTER)[:-2], replace(REGISTER, lane=None, transfer_protocol="")),
+        (_fields(REGISTER)[:-1], replace(REGISTER, instance_id="")),
+        (_fields(REGISTER)[:-2], replace(REGISTER, instance_id="", lane=None)),
+        (_fields(REGISTER)[:-3], replace(REGISTER, instance_id="", lane=None, transfer_protocol="")),
     ],
-    ids=["dense", "further field", "no lane", "no transport"],
+    ids=["dense", "further field", "no run", "no lane", "no transport"],
 )
 def test_a_message_with_fewer_or_further_fields_decodes(fields: list[Any], expected: Any) -> None:
     assert messages.to_prefill_decoder.decode(msgspec.msgpack.encode(fields)) == expected

@@ -207,12 +207,12 @@ def test_another_process_behind_a_session_is_written_to_once_it_is_renewed(
 ) -> None:
     """The second process has other memory and another data port than the first."""
     with Peer(1 << 20) as first, closing(Forwarder(first.session)) as forwarder:
-        engine.renew(forwarder.session)  # before the first write there is nothing to forget
+        engine.renew(forwarder.session, "first")
         engine.write(forwarder.session, ([source.data_ptr()], [first.base_addr], [64]))
         assert first.read(0, 64) == source[:64].numpy().tobytes()
-        for second in (peer, first):
+        for run, second in (("second", peer), ("third", first)):
             forwarder.behind = second.session
-            engine.renew(forwarder.session)
+            engine.renew(forwarder.session, run)
             engine.write(forwarder.session, ([source.data_ptr() + 9], [second.base_addr], [64]))
             assert second.read(0, 64) == source[9:73].numpy().tobytes()
 

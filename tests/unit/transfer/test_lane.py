@@ -374,16 +374,6 @@ def test_memory_that_is_mapped_is_not_forgotten(pair: Pair, monkeypatch: pytest.
     assert np.array_equal(pair.memory[0][:10], pair.network.source[:10])
 
 
-def test_only_an_offer_shows_that_a_process_is_the_same(pair: Pair) -> None:
-    offer = pair.host.offer
-    assert not pair.lanes.is_same_process(SESSION, offer), "it has not registered"
-    pair.register()
-    assert pair.lanes.is_same_process(SESSION, offer)
-    assert not pair.lanes.is_same_process(SESSION, LaneOffer(offer.socket, bytes(32)))
-    pair.register(None)
-    assert not pair.lanes.is_same_process(SESSION, None)
-
-
 @pytest.fixture
 def directory() -> Iterator[Path]:
     """A directory with a short path: the path of a socket has at most 107 bytes."""
