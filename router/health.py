@@ -22,7 +22,7 @@ from hisparse_pd.protocol.decoding import TypedDecoder
 from hisparse_pd.router.kv_follower import KvFollower
 from hisparse_pd.router.local_faults import local_fault
 from hisparse_pd.router.node_calls import NodeCalls, NodeDocumentError
-from hisparse_pd.router.nodes import LEAVING, Node, NodePool
+from hisparse_pd.router.nodes import LEAVING, LEFT, Node, NodePool
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +114,9 @@ class HealthWatch:
             if (fault := local_fault(error)) is not None:  # the router is to blame, not the node
                 log.warning("%s was not asked for its health: %s", node.name, fault)
             else:
-                self._pool.mark_unhealthy(node, f"/health: {error or type(error).__name__}")
+                has_left = node.trouble in (LEAVING, LEFT)
+                trouble = LEFT if has_left else f"/health: {error or type(error).__name__}"
+                self._pool.mark_unhealthy(node, trouble)
             return
         self._num_timeouts[node] = 0
         health = _decode_health(body)

@@ -37,6 +37,9 @@ LEAVING = "it is shutting down"
 """The ``trouble`` of a node that shuts down: its requests move to another node of its kind once one is
 healthy."""
 
+LEFT = "it has shut down"
+"""The ``trouble`` of a node that a check found gone behind LEAVING."""
+
 
 def draw_room(rank: int = 0, num_ranks: int = 1) -> int:
     """Return a random room with ``room % num_ranks == rank``. All such rooms are equally likely."""
@@ -228,6 +231,12 @@ class NodePool:
             self.known.leave(node)
         node.healthy, node.trouble = False, trouble
         self._move_requests(node.kind)
+
+    def mark_unreachable(self, node: Node, trouble: str) -> None:
+        """Note that a request could not be sent to a node. One that shuts down refuses connections at last,
+        which is no other trouble: its requests in flight may still move."""
+        if node.trouble not in (LEAVING, LEFT):
+            self.mark_unhealthy(node, trouble)
 
     def report_load(self, node: Node, num_requests: Sequence[int]) -> None:
         """Take in a node's load: how many requests run or wait on each of its ranks, this router's

@@ -109,7 +109,7 @@ class Relay:
                 return await self.calls.post(node, call, path, content, headers, {node.kind.header: node.url})
             except RouterError as error:
                 if isinstance(error, NodeUnreachable):
-                    self.pool.mark_unhealthy(node, str(error))
+                    self.pool.mark_unreachable(node, str(error))
                 elif error.status != _UNAVAILABLE:
                     raise
                 if node is asked[-1]:

@@ -144,7 +144,7 @@ class Route:
         """Avoid the node that failed from now on. Raises ``error`` if the request must not be sent again."""
         match failure:
             case Failure.DECODE_UNREACHABLE:
-                self._pool.mark_unhealthy(pair.decode, str(error))
+                self._pool.mark_unreachable(pair.decode, str(error))
                 avoided = {*self.avoided, pair.decode}
             case Failure.DECODE_BUSY:
                 avoided = {*self.avoided, pair.decode}

@@ -6,7 +6,7 @@ import asyncio
 import errno
 import json
 from collections import Counter
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import repeat
 from typing import Any
@@ -20,9 +20,9 @@ from hisparse_pd.base.vocabulary import MAX_RANKS, StartError
 from hisparse_pd.router.errors import RouterError
 from hisparse_pd.router.health import HealthWatch
 from hisparse_pd.router.node_calls import NodeCalls
-from hisparse_pd.router.nodes import NUM_ROOMS, Node, NodeKind, NodePool, Pair, draw_room
+from hisparse_pd.router.nodes import LEAVING, LEFT, NUM_ROOMS, Node, NodeKind, NodePool, Pair, draw_room
 from tests.unit.router.cluster import OK, cluster, computes
-from tests.waiting import until
+from tests.waiting import NEVER_SECS, until
 
 pytestmark = pytest.mark.anyio
 
@@ -184,6 +184,21 @@ async def test_a_load_that_is_not_reported_any_more_is_forgotten() -> None:
     assert pool.pick().decode is busy
 
 
+def calls_with(outcomes: Sequence[OSError | tuple[int, bytes]]) -> NodeCalls:
+    """Make calls that have these outcomes, one after the other."""
+    coming = iter(outcomes)
+
+    class Calls(NodeCalls):
+        async def get(self, *asked: object) -> tuple[int, bytes]:
+            match next(coming):
+                case OSError() as error:
+                    raise error
+                case answer:
+                    return answer
+
+    return Calls(1.0)
+
+
 LATE, NO_DESCRIPTOR = TimeoutError(), OSError(errno.EMFILE, "Too many open files")
 
 
@@ -202,22 +217,51 @@ async def test_a_node_is_unhealthy_after_two_timeouts_in_a_row(
     outcomes: list[OSError | tuple[int, bytes]], is_healthy: bool
 ) -> None:
     """A check that this machine prevents says nothing about the node, and ends the row."""
-    coming = iter(outcomes)
-
-    class Calls(NodeCalls):
-        async def get(self, *asked: object) -> tuple[int, bytes]:
-            match next(coming):
-                case OSError() as error:
-                    raise error
-                case answer:
-                    return answer
-
     pool = pool_of()
     node = pool.nodes[0]
-    watch = HealthWatch(pool, Calls(1.0), 1.0, with_load=False)
+    watch = HealthWatch(pool, calls_with(outcomes), 1.0, with_load=False)
     for _ in outcomes:
         await watch.check(node)
     assert node.healthy is is_healthy
+
+
+LEAVES = (503, b'{"status": "leaving"}')
+GONE = ConnectionRefusedError("connection refused")
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "trouble"),
+    [
+        ([LEAVES], LEAVING),
+        ([LEAVES, GONE], LEFT),
+        ([LEAVES, GONE, GONE], LEFT),
+        ([LEAVES, GONE, LEAVES], LEAVING),
+        ([LEAVES, GONE, (503, b'{"status": "loading"}'), GONE], "/health: connection refused"),
+        ([LEAVES, LATE], f"no answer to /health in {NEVER_SECS:g} s"),
+        ([GONE], "/health: connection refused"),
+    ],
+)
+async def test_a_node_that_ends_in_order_is_shown_so(
+    outcomes: list[OSError | tuple[int, bytes]], trouble: str
+) -> None:
+    pool = pool_of()
+    node = pool.nodes[0]
+    watch = HealthWatch(pool, calls_with(outcomes), 1.0, with_load=False)
+    for _ in outcomes:
+        await watch.check(node)
+    assert node.trouble == trouble
+
+
+@pytest.mark.parametrize("trouble", [LEAVING, LEFT])
+def test_a_node_that_shuts_down_is_shown_so_when_a_request_does_not_reach_it(trouble: str) -> None:
+    pool = pool_of()
+    (node,) = pool.of_kind(NodeKind.DECODE)
+    pool.mark_unhealthy(node, trouble)
+    pool.mark_unreachable(node, "connection refused")
+    assert node.trouble == trouble
+    pool.mark_healthy(node)
+    pool.mark_unreachable(node, "connection refused")
+    assert (node.healthy, node.trouble) == (False, "connection refused")
 
 
 @pytest.mark.I7

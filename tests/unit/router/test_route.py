@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hisparse_pd.router.errors import NodeFailed, NodeRefused
-from hisparse_pd.router.nodes import Node, NodeKind, NodePool
+from hisparse_pd.router.errors import NodeFailed, NodeRefused, NodeUnreachable
+from hisparse_pd.router.nodes import LEAVING, Node, NodeKind, NodePool
 from hisparse_pd.router.route import Failure, Route
 
 pytestmark = pytest.mark.anyio
@@ -32,6 +32,24 @@ async def test_retries_within_a_search_do_not_lift_the_limit() -> None:
     with pytest.raises(NodeRefused, match="the write failed"):
         route.retry(failed_write, Failure.TRANSFER_FAILED, pair)
     assert route.num_retries == 2
+
+
+@pytest.mark.I7
+async def test_requests_of_a_node_that_leaves_may_move_although_another_one_did_not_reach_it() -> None:
+    """They move when another node is healthy."""
+    prefill = Node.from_url(NodeKind.PREFILL, "http://p:1")
+    old, new = [Node.from_url(NodeKind.DECODE, f"http://d:{number}") for number in (1, 2)]
+    pool = NodePool([prefill], [old, new], "round_robin")
+    for node in (prefill, old):
+        pool.mark_healthy(node)
+    pair, moved = pool.pick(), list[str]()
+    with pool.working(old, pair.room, lambda: moved.append("a stream")):
+        pool.mark_unhealthy(old, LEAVING)
+        unreachable = NodeUnreachable(502, "connection refused")
+        with pytest.raises(NodeUnreachable):
+            Route(pool, 1, 60.0).retry(unreachable, Failure.DECODE_UNREACHABLE, pair)
+        pool.mark_healthy(new)
+    assert moved == ["a stream"]
 
 
 @pytest.mark.I7
