@@ -146,7 +146,7 @@ class DecodeSettings(NodeSettings, TracedSettings):
         # Kernels look for a step's newest token and its drafts in at most two pages.
         if self.page_size < self.speculative_num_steps + 1:
             raise ValueError(
-                f"speculative_num_steps {self.speculative_num_steps} needs a page_size of at least "
+                f"--speculative-num-steps {self.speculative_num_steps} needs a --page-size of at least "
                 f"{self.speculative_num_steps + 1}, and it is {self.page_size}"
             )
         return self

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from hisparse_pd.base.access import WILDCARD_HOSTS, exposure, is_host
 from hisparse_pd.base.kv_events_config import KvEventsConfig
-from hisparse_pd.base.settings import MAX_PORT, OPEN_API, HttpSettings, Port, Secs, TransportSettings
+from hisparse_pd.base.settings import MAX_PORT, OPEN_API, HttpSettings, Port, Secs, TransportSettings, flag
 from hisparse_pd.base.vocabulary import MAX_RANKS
 
 CacheDtype = Literal["auto", "float32", "bfloat16", "fp8_e4m3"]
@@ -179,25 +179,25 @@ class NodeSettings(HttpSettings, TransportSettings):
     @model_validator(mode="after")
     def _machines_have_ranks(self) -> Self:
         if self.node_rank >= self.nnodes:
-            raise ValueError(f"node_rank {self.node_rank} must be below nnodes {self.nnodes}")
+            raise ValueError(f"--node-rank {self.node_rank} must be below --nnodes {self.nnodes}")
         if self.dp_size % self.nnodes != 0:
             raise ValueError(
-                f"dp_size {self.dp_size} must be a multiple of nnodes {self.nnodes}: it is the number of "
+                f"--dp-size {self.dp_size} must be a multiple of --nnodes {self.nnodes}: it is the number of "
                 "ranks on all machines together, and each machine has the same number"
             )
         if (self.nnodes > 1) != bool(self.dist_init_addr):
             raise ValueError(
-                f"nnodes {self.nnodes} with dist_init_addr {self.dist_init_addr!r}: a node of several "
+                f"--nnodes {self.nnodes} with --dist-init-addr {self.dist_init_addr!r}: a node of several "
                 "machines needs both, and a node of a single machine neither"
             )
         if self.dist_init_addr:
             host, port = self.dist_init_host_port
             if not is_host(host) or host in WILDCARD_HOSTS:
-                raise ValueError(f"dist_init_addr {self.dist_init_addr!r}: expected HOST:PORT of a machine")
+                raise ValueError(f"--dist-init-addr {self.dist_init_addr!r}: expected HOST:PORT of a machine")
             num_engine_ports = self.num_fronts * self.dp_size
             if not 1 <= port <= MAX_PORT - num_engine_ports:
                 raise ValueError(
-                    f"dist_init_addr {self.dist_init_addr!r}: the port must be from 1 to "
+                    f"--dist-init-addr {self.dist_init_addr!r}: the port must be from 1 to "
                     f"{MAX_PORT - num_engine_ports}, for {num_engine_ports} ports behind it are taken, too"
                 )
         return self
@@ -207,7 +207,7 @@ class NodeSettings(HttpSettings, TransportSettings):
         num_named, num_ranks = len(self.numa.split(",")), len(self.ranks_here)
         if num_named not in (1, num_ranks):
             raise ValueError(
-                f"numa {self.numa!r} names {num_named} nodes, and this machine has {num_ranks} ranks; name "
+                f"--numa {self.numa!r} names {num_named} nodes, and this machine has {num_ranks} ranks; name "
                 "one node for all, or one a rank"
             )
         return self
@@ -218,11 +218,11 @@ class NodeSettings(HttpSettings, TransportSettings):
             config = self.kv_events
             config.check_ranks(self.dp_size)
         except ValueError as error:
-            raise ValueError(f"kv_events_config: {error}") from error
+            raise ValueError(f"--kv-events-config: {error}") from error
         if config.is_on and self.disable_prefix_cache:
             raise ValueError(
-                "kv_events_config publishes what the node keeps for later requests, which "
-                "disable_prefix_cache turns off; leave out one of them"
+                "--kv-events-config publishes what the node keeps for later requests, which "
+                "--disable-prefix-cache turns off; leave out one of them"
             )
         return self
 
@@ -310,8 +310,8 @@ class NodeSettings(HttpSettings, TransportSettings):
         """
         if num_tokens == 0 and not self.device.startswith("cuda"):
             raise ValueError(
-                f"{name} 0: the size comes from free GPU memory with --device cuda only, and this node is on "
-                f"{self.device}; give a number of tokens"
+                f"{flag(name)} 0: the size comes from free GPU memory with --device cuda only, and this node "
+                f"is on {self.device}; give a number of tokens"
             )
 
     @property

@@ -14,6 +14,7 @@ from hisparse_pd.base.settings import (
     TokensOrAuto,
     TokensOrFree,
     check_address,
+    flag,
 )
 
 HeldReads = Literal["all", "prompts", "off"]
@@ -93,12 +94,16 @@ class PrefillSettings(NodeSettings):
         if self.control_port == 0:
             return self
         last = self.control_port + self.dp_size - 1
-        taken = f"control_port {self.control_port} with dp_size {self.dp_size} takes the ports up to {last}"
+        taken = (
+            f"--control-port {self.control_port} with --dp-size {self.dp_size} takes the ports up to {last}"
+        )
         if last > MAX_PORT:
-            raise ValueError(f"{taken}, and the highest port is {MAX_PORT}; choose a lower control_port")
+            raise ValueError(f"{taken}, and the highest port is {MAX_PORT}; choose a lower --control-port")
         for name in ("port", "bootstrap_port"):
             if self.control_port <= getattr(self, name) <= last:
-                raise ValueError(f"{taken}, and {name} {getattr(self, name)} is among them; choose another")
+                raise ValueError(
+                    f"{taken}, and {flag(name)} {getattr(self, name)} is among them; choose another"
+                )
         return self
 
     @model_validator(mode="after")
@@ -106,7 +111,7 @@ class PrefillSettings(NodeSettings):
         self._check_free_memory_is_known("kv_pool_tokens", self.kv_pool_tokens)  # 0 needs a GPU
         if 0 < self.kv_pool_tokens < self.page_size:
             raise ValueError(
-                f"kv_pool_tokens {self.kv_pool_tokens} must be at least page_size {self.page_size}"
+                f"--kv-pool-tokens {self.kv_pool_tokens} must be at least --page-size {self.page_size}"
             )
         return self
 
@@ -115,17 +120,18 @@ class PrefillSettings(NodeSettings):
         if self.host_cache_tokens == "auto":
             if not self.device.startswith("cuda"):
                 raise ValueError(
-                    f"host_cache_tokens auto: the KV pool of a node on {self.device} is in main memory, too, "
-                    "and its size says how much of that is cache; give a number of tokens"
+                    f"--host-cache-tokens auto: the KV pool of a node on {self.device} is in main memory, "
+                    "too, and its size says how much of that is cache; give a number of tokens"
                 )
         elif 0 < self.host_cache_tokens < self.page_size:
             raise ValueError(
-                f"host_cache_tokens {self.host_cache_tokens} must be 0 or at least page_size {self.page_size}"
+                f"--host-cache-tokens {self.host_cache_tokens} must be 0 or at least --page-size "
+                f"{self.page_size}"
             )
         if self.host_cache_tokens and self.disable_prefix_cache:
             raise ValueError(
-                f"host_cache_tokens {self.host_cache_tokens} keeps what the prefix cache has, which "
-                "disable_prefix_cache turns off; leave out one of them"
+                f"--host-cache-tokens {self.host_cache_tokens} keeps what the prefix cache has, which "
+                "--disable-prefix-cache turns off; leave out one of them"
             )
         return self
 
@@ -133,10 +139,10 @@ class PrefillSettings(NodeSettings):
     def _store_is_below_a_host_tier(self) -> Self:
         if not self.kv_store:
             return self
-        check_address("kv_store", self.kv_store)
+        check_address("--kv-store", self.kv_store)
         if not self.host_cache_tokens:
             raise ValueError(
-                f"kv_store {self.kv_store} keeps what the host tier has, and there is none; give "
-                "host_cache_tokens, too"
+                f"--kv-store {self.kv_store} keeps what the host tier has, and there is none; give "
+                "--host-cache-tokens, too"
             )
         return self

@@ -69,7 +69,7 @@ class RouterSettings(HttpSettings, TracedSettings):
     def _has_nodes(self) -> Self:
         for name, nodes in (("prefill", self.prefill), ("decode", self.decode)):
             if not nodes:
-                raise ValueError(f"{name}: at least one node is needed")
+                raise ValueError(f"--{name}: at least one node is needed")
         return self
 
     @property

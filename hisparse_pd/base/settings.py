@@ -4,7 +4,8 @@ Every service's settings are one frozen class of pydantic fields: ``PrefillSetti
 ``RouterSettings`` in ``prefill_settings.py``, ``decode_settings.py`` and ``router_settings.py``. A field is
 an option of the command line (``page_size`` is ``--page-size``) and a key of the configuration file. Its
 description is the option's help and gives its unit; its title, if any, stands for the value in that help
-(``--numa auto|off|N[,N...]``). Unknown keys and bad values raise ``pydantic.ValidationError``;
+(``--numa auto|off|N[,N...]``). A rule over several fields names them as options in its error: whoever wrote a
+file knows its keys by them. Unknown keys and bad values raise ``pydantic.ValidationError``;
 ``settings_sources.py`` reads both sources and words the errors.
 """
 
@@ -33,8 +34,14 @@ SecsOrZero = Annotated[float, Field(ge=0, le=86400)]
 TransferProtocol = Literal["tcp", "rdma", "auto"]
 
 
+def flag(name: str) -> str:
+    """Return the option of a field. Errors name settings so; it is a key of a file, too, without its first
+    two dashes."""
+    return "--" + name.replace("_", "-")
+
+
 def check_address(name: str, address: str) -> None:
-    """Raise ValueError unless ``address``, the value of the setting ``name``, is HOST:PORT."""
+    """Raise ValueError unless ``address``, the value of the option ``name``, is HOST:PORT."""
     host, _, port = address.rpartition(":")
     if not (host and port.isascii() and port.isdecimal() and 1 <= int(port) <= MAX_PORT):
         raise ValueError(f"{name} {address!r}: expected HOST:PORT with a port in 1 to {MAX_PORT}")
@@ -95,7 +102,7 @@ class HttpSettings(FrozenSettings):
     def _key_has_a_certificate(self) -> Self:
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ValueError(
-                f"ssl_keyfile {self.ssl_keyfile}: a key serves nothing without ssl_certfile; give both"
+                f"--ssl-keyfile {self.ssl_keyfile}: a key serves nothing without --ssl-certfile; give both"
             )
         return self
 

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from hisparse_pd.base.router_settings import RouterSettings
+from hisparse_pd.base.settings import flag
 
 S = TypeVar("S", bound=BaseModel)
 
@@ -120,11 +121,6 @@ def to_options(settings: BaseModel) -> list[str]:
             case _:
                 options.append(f"{flag(name)}={value}")
     return options
-
-
-def flag(name: str) -> str:
-    """Return the option of a field."""
-    return "--" + name.replace("_", "-")
 
 
 def metavar(field: FieldInfo) -> str:

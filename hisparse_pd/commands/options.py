@@ -12,7 +12,8 @@ from typing import Any, NoReturn, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from hisparse_pd.base.settings_sources import bounds, did_you_mean, flag, metavar
+from hisparse_pd.base.settings import flag
+from hisparse_pd.base.settings_sources import bounds, did_you_mean, metavar
 
 USAGE_ERROR = 2
 

@@ -92,5 +92,5 @@ def test_a_key_and_its_certificate_may_be_in_one_file(tmp_path: Path) -> None:
 def test_a_key_alone_is_refused(tmp_path: Path) -> None:
     of_router = {"prefill": (("http://p:1", None),), "decode": ("http://d:1",)}
     for kind, given in ((RouterSettings, of_router), (DecodeSettings, {"model_path": tmp_path})):
-        with pytest.raises(ValueError, match="a key serves nothing without ssl_certfile"):
+        with pytest.raises(ValueError, match=r"--ssl-keyfile .* a key serves nothing without --ssl-certfile"):
             kind(ssl_keyfile=Path("k.pem"), **given)
