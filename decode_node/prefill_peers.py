@@ -339,7 +339,7 @@ class PrefillPeers:
             theirs, ours = ("encrypted", "plain") if info.curve else ("plain", "encrypted")
             error = (
                 f"prefill node {peer.address}: its control channel is {theirs}, this node's {ours}; "
-                "set the same control_key_file on both"
+                "set the same --control-key-file on both"
             )
             self._reject(peer, error)
             return

@@ -154,7 +154,7 @@ class QueueMoves:
         request.dense_refusal = ""  # an earlier run of the node may have had other pages
         if page_size != self.limits.page_size:
             request.dense_refusal = (
-                f"dense needs equal pages: page_size is {page_size} on prefill node {request.peer}, "
+                f"dense needs equal pages: --page-size is {page_size} on prefill node {request.peer}, "
                 f"{self.limits.page_size} here; use hisparse or equal page sizes"
             )
         self.requests.queue(request, RequestState.WAITING, request.arrived_at + self.room_timeout_secs)

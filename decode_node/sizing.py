@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hisparse_pd.base.decode_settings import DecodeSettings
+from hisparse_pd.base.settings import flag
 from hisparse_pd.base.vocabulary import StartError
 from hisparse_pd.core.memory.device import DeviceMemory, PoolDemand
 from hisparse_pd.core.memory.gpu_copies import STAGED_BYTES
@@ -102,7 +103,7 @@ def _check_sizes(settings: DecodeSettings, spec: ModelSpec, device_pool_tokens: 
     if buffer < smallest:
         with_drafts = f" and {num_drafts} drafts" if num_drafts else ""
         raise StartError(
-            f"device_buffer_size {buffer}: a hot buffer holds the {spec.index_topk} "
+            f"--device-buffer-size {buffer}: a hot buffer holds the {spec.index_topk} "
             f"positions of a top-k and the newest token{with_drafts}; give at least {smallest}"
         )
     for name, num_tokens in (
@@ -111,7 +112,7 @@ def _check_sizes(settings: DecodeSettings, spec: ModelSpec, device_pool_tokens: 
         ("index_pool_tokens", settings.index_pool_tokens),
     ):
         if 0 < num_tokens < page_size:
-            raise StartError(f"{name} {num_tokens}: less than one page of {page_size} tokens")
+            raise StartError(f"{flag(name)} {num_tokens}: less than one page of {page_size} tokens")
 
 
 def hot_buffer_tokens(settings: DecodeSettings, spec: ModelSpec) -> int:
@@ -144,7 +145,7 @@ def drafts_without_room(settings: DecodeSettings, spec: ModelSpec) -> str:
         return ""
     possible = max(0, drafts_with_room(buffer, top_k=top_k, max_new=num_drafts + 1))
     return (
-        f"device_buffer_size {buffer} has room for {possible} of {num_drafts} drafts of "
+        f"--device-buffer-size {buffer} has room for {possible} of {num_drafts} drafts of "
         f"a hisparse request that is longer than this; give --device-buffer-size {needed} for all of them"
     )
 

@@ -101,7 +101,7 @@ class Arrivals:
         if num_queued >= self._max_queued:
             return (
                 f"{num_queued} rooms wait on this prefill node, and {self._max_queued} may "
-                "(max_running_requests + max_queued_requests); try again later or elsewhere"
+                "(--max-running-requests + --max-queued-requests); try again later or elsewhere"
             )
         num_tokens = self._life.requests.num_queued_tokens
         if num_tokens + message.num_prompt_tokens > MAX_QUEUED_TOKENS:

@@ -142,8 +142,8 @@ class Registrations:
             return why
         if register.transfer_protocol not in ("", self._transfer_protocol):
             return (
-                f"transfer_protocol: the decode node is on {register.transfer_protocol!r}, this prefill node "
-                f"on {self._transfer_protocol!r}; start both with the same --transfer-protocol, tcp or rdma"
+                f"--transfer-protocol: the decode node is on {register.transfer_protocol!r}, this prefill "
+                f"node on {self._transfer_protocol!r}; start both with the same, tcp or rdma"
             )
         return self._why_session_refused(register.session) or _why_regions_refused(
             register.regions, register.geometry
@@ -160,7 +160,7 @@ class Registrations:
             return (
                 # such as "its address '10.0.0.7' is not in allowed_peers (10.1.0.0/16) of this prefill node"
                 f"session {session}: its {why} of this prefill node; add it there, or give the "
-                "decode node an address of the list as advertise_host"
+                "decode node an address of the list as --advertise-host"
             )
         return None
 

@@ -301,7 +301,7 @@ class PrefillLife:
         late = takewhile(lambda request: request.deadline_secs < now_secs, queued)
         for request in list(late):
             error = (
-                f"room {request.room}: it was not begun within {self.keep_secs:g} s (room_timeout_secs "
+                f"room {request.room}: it was not begun within {self.keep_secs:g} s (--room-timeout-secs "
                 f"{self._room_timeout_secs:g}, and {self._grace_secs:g} s in which the decode node would "
                 "have given it up); this prefill node has too much to do"
             )

@@ -103,7 +103,7 @@ def why_never(num_tokens: int, limits: StepLimits) -> str | None:
     return (
         f"the {num_tokens} tokens to compute need {num_pages} pages of {limits.page_size} token slots, "
         f"the KV pool has {limits.num_pages} ({limits.num_pages * limits.page_size} tokens); "
-        "shorten the prompt or raise kv_pool_tokens"
+        "shorten the prompt or raise --kv-pool-tokens"
     )
 
 

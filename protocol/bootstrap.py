@@ -154,7 +154,7 @@ class BootstrapGate:
         if not self.keys.has_signed(signature, _REQUEST_PURPOSE, nonce.encode()):
             raise BootstrapRefused(
                 401,
-                "this prefill node answers holders of its control key only; set the same control_key_file "
+                "this prefill node answers holders of its control key only; set the same --control-key-file "
                 "on both nodes",
                 FOREIGN_KEY,
             )
@@ -224,7 +224,7 @@ def _ask(
     ):
         raise BootstrapLookupError(
             f"{url}: the answer is not by a holder of this node's control key; set the same "
-            "control_key_file on both nodes",
+            "--control-key-file on both nodes",
             is_final=True,
         )
     return address, parse_info(answer.body, url)

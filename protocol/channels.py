@@ -87,12 +87,12 @@ class ControlKeys:
             return cls(secret, zmq.curve_public(secret))
         except FileNotFoundError as error:
             raise ControlKeyError(
-                f"control_key_file {path}: {error.strerror}; copy the cluster's key to it, or make the first "
-                f"one with `hisparse-pd keygen {path}`"
+                f"--control-key-file {path}: {error.strerror}; copy the cluster's key to it, or make the "
+                f"first one with `hisparse-pd keygen {path}`"
             ) from error
         except (OSError, ValueError, zmq.ZMQError) as error:
             raise ControlKeyError(
-                f"control_key_file {path}: expected one line with a 40-character Z85 CURVE secret key "
+                f"--control-key-file {path}: expected one line with a 40-character Z85 CURVE secret key "
                 f"({error}); copy the cluster's key to it"
             ) from error
 

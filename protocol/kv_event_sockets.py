@@ -159,4 +159,4 @@ def _open(sock: zmq.Socket[bytes], endpoint: str, hwm: int, *, binds: bool) -> N
         else:
             sock.connect(endpoint)
     except zmq.ZMQError as error:
-        raise StartError(f"kv_events_config: {endpoint} cannot be used: {error}") from error
+        raise StartError(f"--kv-events-config: {endpoint} cannot be used: {error}") from error

@@ -87,7 +87,7 @@ class ZapHandler:
         is_curve = mechanism == b"CURVE" and len(credentials) == 1
         if is_curve and hmac.compare_digest(credentials[0], self._public_key):
             return True
-        self._note_refusal(FOREIGN_KEY, address, "it has another key; give all nodes one control_key_file")
+        self._note_refusal(FOREIGN_KEY, address, "it has another key; give all nodes one --control-key-file")
         return False
 
     def _note_refusal(self, reason: str, address: str, why: str) -> None:

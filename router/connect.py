@@ -40,7 +40,7 @@ def tls_context(settings: RouterSettings) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=settings.node_ca_file)
     except OSError as error:  # ssl's errors too
-        raise StartError(f"node_ca_file {settings.node_ca_file}: {error.strerror or error}") from error
+        raise StartError(f"--node-ca-file {settings.node_ca_file}: {error.strerror or error}") from error
 
 
 class Call(asyncio.Protocol):

@@ -252,14 +252,14 @@ class TransferEngine:
         elif not self.is_reachable(self.session):
             raise TransferSetupError(
                 f"Mooncake does not answer at {self.session}, the session that peers are told; "
-                "set advertise_host to an address at which this machine accepts connections"
+                "set --advertise-host to an address at which this machine accepts connections"
             )
 
 
 def _checked_host(host: str) -> str:
     """Return ``host`` without the brackets of an IPv6 address. Raises TransferSetupError."""
     if host in WILDCARD_HOSTS:
-        raise TransferSetupError(f"host {host!r}: peers need an address to reach; set advertise_host")
+        raise TransferSetupError(f"host {host!r}: peers need an address to reach; set --advertise-host")
     bare = host.removeprefix("[").removesuffix("]")
     if bare.count(":") == 1 or "]" in bare:
         raise TransferSetupError(

@@ -100,7 +100,7 @@ def guarded_listeners(host: str, allowed: PeerList, has_peers: bool = True) -> I
     except OSError as error:
         what = f"this system cannot close the KV ports to other addresses than {peers} ({error.strerror})"
         if allowed:
-            raise TransferSetupError(f"{what}; leave out allowed_peers and use a firewall") from error
+            raise TransferSetupError(f"{what}; leave out --allowed-peers and use a firewall") from error
         log.warning("%s; use a firewall", what)
 
 

@@ -80,7 +80,7 @@ def choose_transport(
     level = logging.WARNING if is_surprising else logging.INFO
     log.log(level, "KV transport: %s (%s)", transport.protocol, transport.reason)
     if transport.protocol == "tcp" and ib_device:
-        log.warning("ib_device %s is not used: the KV transport is tcp", ib_device)
+        log.warning("--ib-device %s is not used: the KV transport is tcp", ib_device)
     return transport
 
 

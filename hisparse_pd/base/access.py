@@ -69,7 +69,7 @@ class PeerList:
         """Return why a peer with ``address`` is not allowed, naming it and the list; None if it is."""
         if self.allows(address):
             return None
-        return f"address {address[:MAX_HOST_CHARS]!r} is not in allowed_peers ({self})"
+        return f"address {address[:MAX_HOST_CHARS]!r} is not in --allowed-peers ({self})"
 
     def __str__(self) -> str:
         return ", ".join(

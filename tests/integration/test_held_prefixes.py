@@ -77,7 +77,7 @@ def test_turns_have_one_answer_whether_they_are_held_or_given_up(
         assert [turn(number, TURN_TOKENS) for number in range(len(prompts))] == [0] * len(prompts)
         refused = generate(pair.url, hisparse=False)
         assert refused.status_code == 400
-        assert "dense needs equal pages: page_size is 24 on prefill node" in refused.text
+        assert "dense needs equal pages: --page-size is 24 on prefill node" in refused.text
 
 
 @pytest.mark.slow

@@ -64,7 +64,7 @@ def test_encrypted_control_bfloat16_kv_and_policies(
         assert len(models) == 1
 
         port = nodes.prefill[0].bootstrap_port
-        with pytest.raises(BootstrapLookupError, match="control_key_file"):
+        with pytest.raises(BootstrapLookupError, match="--control-key-file"):
             bootstrap.look_up("127.0.0.1", port)
         info = bootstrap.look_up("127.0.0.1", port, ControlKeys.load(key_path))
         assert info.curve
@@ -109,5 +109,5 @@ def test_what_cannot_work_is_one_line_and_no_traceback(
     node.start()
     assert node.exit_status() == 1
     log = node.log_tail()
-    assert "cannot start: device_buffer_size 10: " in log
+    assert "cannot start: --device-buffer-size 10: " in log
     assert "Traceback" not in log

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from hisparse_pd.base.router_settings import RouterSettings
 from hisparse_pd.base.settings import flag
 from hisparse_pd.base.settings_sources import SettingsError, load_settings, to_options
 from hisparse_pd.commands.doctor.settings import DoctorSettings
+from tests import checkout
 from tests.unit.settings_support import MODEL, file, parsed
 
 
@@ -28,7 +31,30 @@ def assert_refused(model: type[BaseModel], options: Mapping[str, Any], message: 
     assert not named
 
 
-@pytest.mark.parametrize("model", [PrefillSettings, DecodeSettings, RouterSettings, DoctorSettings])
+MODELS = (PrefillSettings, DecodeSettings, RouterSettings, DoctorSettings)
+FOLDERS = ("hisparse_pd", "prefill_node", "decode_node", "router", "transfer", "protocol")
+
+
+def test_texts_name_options_as_they_can_be_typed() -> None:
+    """Errors, logs and helps are the strings that have spaces; docstrings are about fields."""
+    fields = sorted({name for model in MODELS for name in model.model_fields if "_" in name})
+    pattern = re.compile(rf"(?<![\w.]){'(' + '|'.join(fields) + ')'}(?![\w.])")
+    found = list[str]()
+    for name in checkout.files_of_checkout(*FOLDERS):
+        if not name.endswith(".py"):
+            continue
+        nodes = list(ast.walk(checkout.parsed(checkout.REPO / name)))
+        docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        texts = [node for node in nodes if isinstance(node, ast.Constant) and id(node) not in docstrings]
+        found += [
+            f"{name}:{text.lineno}: {text.value!r}"
+            for text in texts
+            if isinstance(text.value, str) and " " in text.value and pattern.search(text.value)
+        ]
+    assert not found
+
+
+@pytest.mark.parametrize("model", MODELS)
 def test_every_field_explains_itself(model: type[BaseModel]) -> None:
     for name, field in model.model_fields.items():
         assert field.description, name

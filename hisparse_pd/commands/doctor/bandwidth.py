@@ -256,8 +256,8 @@ def _why_refused(question: Question, transfer_protocol: str, buffer_bytes: int) 
         )
     if question.transfer_protocol != transfer_protocol:
         return (
-            f"transfer_protocol: you are on {question.transfer_protocol!r}, this doctor on "
-            f"{transfer_protocol!r}; start both with the same --transfer-protocol, tcp or rdma"
+            f"--transfer-protocol: you are on {question.transfer_protocol!r}, this doctor on "
+            f"{transfer_protocol!r}; start both with the same, tcp or rdma"
         )
     if question.num_bytes > buffer_bytes:
         return f"checksum of {question.num_bytes} bytes: the buffer has {buffer_bytes}"

@@ -36,12 +36,12 @@ _VOLATILE_CONFIG_KEYS = ("_name_or_path", "transformers_version")
 def read_config(path: Path) -> dict[str, Any]:
     """Return all values of config.json, with the defaults of transformers' class for it."""
     if not path.is_dir():
-        raise CheckpointError(f"model_path {path}: no such directory; give a local Hugging Face checkpoint")
+        raise CheckpointError(f"--model-path {path}: no such directory; give a local Hugging Face checkpoint")
     config_file = path / "config.json"
     try:
         config = json.loads(config_file.read_bytes())
     except FileNotFoundError:
-        raise CheckpointError(f"model_path {path}: there is no config.json in it") from None
+        raise CheckpointError(f"--model-path {path}: there is no config.json in it") from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{config_file}: cannot be read: {error}") from error
     if not isinstance(config, dict):
@@ -208,14 +208,14 @@ def num_draft_layers_of(
     declared = config.get("num_nextn_predict_layers") or 0
     if not isinstance(declared, int):
         raise CheckpointError(
-            f"model_path {path}: num_nextn_predict_layers is {declared!r}; expected a number"
+            f"--model-path {path}: num_nextn_predict_layers is {declared!r}; expected a number"
         )
     name = f"model.layers.{config['num_hidden_layers']}.eh_proj.weight"
     names = {name, *(packed_name(method, name.removesuffix(".weight")) for method in INT4_METHODS)}
     is_there = declared > 0 and (files is None or any(names & file.tensors.keys() for file in files))
     if wanted and not is_there:
         raise CheckpointError(
-            f"model_path {path}: no MTP layer to draft tokens with (num_nextn_predict_layers is {declared}"
+            f"--model-path {path}: no MTP layer to draft tokens with (num_nextn_predict_layers is {declared}"
             f"{', but there is no ' + name if declared else ''}); use --speculative-num-steps 0"
         )
     return int(is_there)
@@ -233,7 +233,7 @@ def eos_token_ids_of(config: dict[str, Any], path: Path) -> tuple[int, ...]:
             raise CheckpointError(f"{generation_file}: cannot be read: {error}") from error
     ids = eos if isinstance(eos, list) else [eos] if eos is not None else []
     if not all(type(token) is int and 0 <= token < config["vocab_size"] for token in ids):
-        raise CheckpointError(f"model_path {path}: eos_token_id is {eos!r}; expected ids of the vocabulary")
+        raise CheckpointError(f"--model-path {path}: eos_token_id is {eos!r}; expected ids of the vocabulary")
     return tuple(ids)
 
 

@@ -102,7 +102,7 @@ def _not_loaded(path: Path, error: Exception) -> CheckpointError:
     remedy = ""
     if isinstance(error, torch.OutOfMemoryError):
         remedy = "; spread the routed experts over more GPUs with --dp-size"
-    return CheckpointError(f"model_path {path}: the weights cannot be loaded: {error}{remedy}")
+    return CheckpointError(f"--model-path {path}: the weights cannot be loaded: {error}{remedy}")
 
 
 def _check_device(spec: ModelSpec, device: torch.device) -> None:
@@ -285,7 +285,7 @@ class Loader:
         shared_has_form = shared is not None and shared.down_proj.in_features == inner_size
         if self._ranks is not None and self._ranks.size > num_experts:
             raise CheckpointError(
-                f"dp_size {self._ranks.size} must be at most the model's {num_experts} routed experts"
+                f"--dp-size {self._ranks.size} must be at most the model's {num_experts} routed experts"
             )
         dtype = self._formats.experts_dtype(files, layer)
         routed = RoutedExperts(
@@ -353,7 +353,7 @@ class Loader:
         stored = self._find_weight(files, name, target.shape)
         if stored.dtype != target.dtype and FP8 in (stored.dtype, target.dtype):
             raise CheckpointError(
-                f"model_path {self._path}: {name} is in {stored.dtype}; with the quantization_config of "
+                f"--model-path {self._path}: {name} is in {stored.dtype}; with the quantization_config of "
                 f"config.json all experts are expected in {target.dtype}"
             )
         self._placements.append(Placement(stored, target))
@@ -366,16 +366,16 @@ class Loader:
         """Do ``_find`` for weights that are not packed."""
         stored = self._find(files, name, shape)
         if not stored.dtype.is_floating_point:
-            raise CheckpointError(f"model_path {self._path}: {name} is in {stored.dtype}; expected floats")
+            raise CheckpointError(f"--model-path {self._path}: {name} is in {stored.dtype}; expected floats")
         return stored
 
     def _find(self, files: WeightFiles, name: str, shape: Sequence[int]) -> StoredTensor:
         stored = files.get(name)
         if stored is None:
-            raise CheckpointError(f"model_path {self._path}: {name} is missing")
+            raise CheckpointError(f"--model-path {self._path}: {name} is missing")
         if stored.shape != tuple(shape):
             raise CheckpointError(
-                f"model_path {self._path}: {name} is {list(stored.shape)}; expected {list(shape)}"
+                f"--model-path {self._path}: {name} is {list(stored.shape)}; expected {list(shape)}"
             )
         return stored
 

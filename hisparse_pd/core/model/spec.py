@@ -277,7 +277,7 @@ def load_spec(
 def _context_length(config: dict[str, Any], path: Path, wanted: int) -> int:
     model_context = positive_integer(config, path, "max_position_embeddings")
     if wanted > model_context:
-        raise CheckpointError(f"context_length {wanted}: the model in {path} has {model_context} at most")
+        raise CheckpointError(f"--context-length {wanted}: the model in {path} has {model_context} at most")
     return wanted or model_context
 
 

@@ -53,7 +53,7 @@ def weight_files(path: Path) -> list[WeightFile]:
     files = sorted(file for file in path.glob(f"*{SUFFIX}") if file.is_file())
     if not files:
         raise CheckpointError(
-            f"model_path {path}: there is no *{SUFFIX} file in it; a link whose target is gone is none"
+            f"--model-path {path}: there is no *{SUFFIX} file in it; a link whose target is gone is none"
         )
     headers = {file.name: _read_header(file) for file in files}
     indexed = _read_index(path)
@@ -146,7 +146,7 @@ def _check_index(path: Path, file_of: dict[str, str], headers: dict[str, dict[st
         if file_name not in headers:
             num_missing = len(set(file_of.values()) - headers.keys())
             raise CheckpointError(
-                f"model_path {path}: {num_missing} weight files of {INDEX_NAME} are missing, first "
+                f"--model-path {path}: {num_missing} weight files of {INDEX_NAME} are missing, first "
                 f"{file_name!r:.200}, which has {name!r:.200}; copy the whole checkpoint"
             )
         if name not in headers[file_name]:
@@ -158,7 +158,7 @@ def _check_index(path: Path, file_of: dict[str, str], headers: dict[str, dict[st
 
 def _stored_twice(path: Path, name: str, one: str, other: str) -> str:
     return (
-        f"model_path {path}: the tensor {name!r:.200} is in {one} and in {other}, and no {INDEX_NAME} says "
+        f"--model-path {path}: the tensor {name!r:.200} is in {one} and in {other}, and no {INDEX_NAME} says "
         "which counts; move the file that is not this model's out of the directory"
     )
 

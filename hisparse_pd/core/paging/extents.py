@@ -50,7 +50,7 @@ class SlotRanges(NamedTuple):
         """
         pages = as_slots(page_ids)
         if page_size < 1:
-            raise ValueError(f"page_size {page_size} must be at least 1 token")
+            raise ValueError(f"pages of {page_size} tokens: a page has at least 1")
         if not 0 <= start_token <= stop_token:
             raise ValueError(f"positions [{start_token}, {stop_token}) are not a range from 0 on")
         if stop_token > pages.size * page_size:

@@ -166,7 +166,7 @@ def _check_start(settings: S, check: Callable[[S], object]) -> None:
     """Try what can fail before anything slow begins: checkpoint, settings, keys. Raises StartError."""
     if not settings.model_path.is_dir():
         raise CheckpointError(
-            f"model_path {settings.model_path}: no such directory; give a local Hugging Face checkpoint"
+            f"--model-path {settings.model_path}: no such directory; give a local Hugging Face checkpoint"
         )
     check(settings)
     load_api_keys(settings.api_key_file)

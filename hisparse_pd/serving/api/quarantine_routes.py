@@ -44,7 +44,7 @@ def quarantine_routes(link: EngineLink) -> list[Route]:
                 404, f"instance_id: nothing is kept for run {instance_id[:100]!r}; see /quarantine"
             )
         link.release_quarantine(instance_id)
-        status = "its slots are free after quarantine_secs, unless it answers: see /quarantine and the log"
+        status = "its slots are free after --quarantine-secs, unless it answers: see /quarantine and the log"
         return json_response({"status": status, "released": run})
 
     return [

@@ -136,7 +136,7 @@ def _first_machine_address(settings: NodeSettings) -> str:
         except OSError as error:
             if time.monotonic() >= deadline:
                 raise StartError(
-                    f"dist_init_addr {settings.dist_init_addr}: {host} has no address after "
+                    f"--dist-init-addr {settings.dist_init_addr}: {host} has no address after "
                     f"{STARTUP_TIMEOUT_SECS:g} s: {error}"
                 ) from error
             log.info("%s has no address yet: %s", host, error)

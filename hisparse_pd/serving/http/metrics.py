@@ -48,7 +48,7 @@ _HELP = {
     "pool_held_tokens": "token slots of held prefixes, which are evicted when others need them",
     "pool_total_tokens": "token slots of the pool",
     "quarantined_tokens": "token slots that a remote write may still reach",
-    "stuck_rooms": "quarantined rooms of which their prefill node has said nothing for quarantine_secs",
+    "stuck_rooms": "quarantined rooms of which their prefill node has said nothing for --quarantine-secs",
     "set_aside_tokens": "token slots that nobody gets, because a row there was not what was written",
     "kv_rows_corrupt_total": "rows of KV that were not what was written, by where that was found",
     "aux_slots_used": "aux records in use or quarantined",

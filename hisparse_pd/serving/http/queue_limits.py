@@ -53,7 +53,7 @@ class QueueLimits:
         if num_in_flight + num_samples > self.max_samples:
             raise QueueFull(
                 f"{num_in_flight} requests run or wait here, and {num_samples} more would exceed "
-                f"{self.max_samples} (max_running_requests + max_queued_requests); try again later"
+                f"{self.max_samples} (--max-running-requests + --max-queued-requests); try again later"
             )
         num_tokens_in_flight = counts.num_prompt_tokens - num_prompt_tokens * are_counted
         if num_tokens_in_flight + num_prompt_tokens > self.max_prompt_tokens:

@@ -125,7 +125,7 @@ async def test_a_full_queue_answers_429_until_there_is_a_place(tmp_path: Path) -
         refused = await node.post("/v1/completions", **BODY)
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "5")
         assert "3 requests run or wait here, and 1 more would exceed 3" in refused.json()["error"]["message"]
-        assert "max_queued_requests" in refused.json()["error"]["message"]
+        assert "--max-queued-requests" in refused.json()["error"]["message"]
         never = await node.post("/v1/completions", **{**BODY, "n": 4})
         assert (never.status_code, "retry-after" in never.headers) == (400, False)
         assert "4 samples are in this request, 3 fit" in never.json()["error"]["message"]

@@ -55,14 +55,18 @@ def peers(prefill: PrefillNode, keys: ControlKeys) -> Iterator[PrefillPeers]:
 @pytest.mark.parametrize(
     ("of_prefill", "of_peers", "said"),
     [
-        ({"forges": True}, {}, "control_key_file"),
+        ({"forges": True}, {}, "--control-key-file"),
         ({}, {"keys": None}, "status 401"),
-        ({}, {"keys": None}, "control_key_file"),
-        ({"forges": True}, {"keys": None}, "is encrypted, this node's plain; set the same control_key_file"),
+        ({}, {"keys": None}, "--control-key-file"),
+        (
+            {"forges": True},
+            {"keys": None},
+            "is encrypted, this node's plain; set the same --control-key-file",
+        ),
         (
             {},
             {"allowed": PeerList.parse(["10.0.0.0/8"])},
-            "'127.0.0.1' is not in allowed_peers (10.0.0.0/8)",
+            "'127.0.0.1' is not in --allowed-peers (10.0.0.0/8)",
         ),
         (  # A release without rotations, which therefore registers this node.
             {"geometry": msgspec.structs.replace(GEOMETRY, index_rotation="")},

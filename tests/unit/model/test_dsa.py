@@ -507,7 +507,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"there is no config\.json"):
         load_spec(tmp_path)
     write_checkpoint(tmp_path, "v32")
-    with pytest.raises(CheckpointError, match=r"context_length 9000: the model in .* has 8192 at most"):
+    with pytest.raises(CheckpointError, match=r"--context-length 9000: the model in .* has 8192 at most"):
         load_spec(tmp_path, context_length=9000)
     assert load_spec(tmp_path, context_length=8192).context_length == 8192
     with pytest.raises(CheckpointError, match="dtype is 'int4'; supported are float32, bfloat16"):

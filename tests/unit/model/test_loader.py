@@ -255,7 +255,7 @@ def test_weights_larger_than_the_device_get_a_remedy(
 
 def test_experts_of_another_activation_and_more_ranks_than_experts_are_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "v32")
-    with pytest.raises(CheckpointError, match=r"dp_size 65 must be at most the model's \d+ routed experts"):
+    with pytest.raises(CheckpointError, match=r"--dp-size 65 must be at most the model's \d+ routed experts"):
         load_model(tmp_path, load_spec(tmp_path), "cpu", RankStandIn(0, 65))
     edit_config(tmp_path, hidden_act="gelu")
     with pytest.raises(

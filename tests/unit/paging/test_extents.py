@@ -68,7 +68,7 @@ def test_page_expansion_matches_the_definition(
 
 @pytest.mark.parametrize(("page_size", "start", "stop"), [(4, 0, 13), (4, 5, 4), (4, -1, 2), (0, 0, 0)])
 def test_positions_outside_the_pages_are_refused(page_size: int, start: int, stop: int) -> None:
-    with pytest.raises(ValueError, match=r"page_size|positions"):
+    with pytest.raises(ValueError, match=r"pages of|positions"):
         expand_pages([5, 2, 0], page_size, start, stop)
 
 

@@ -106,8 +106,8 @@ def test_registers_and_answers_heartbeats(engine: EngineThread, stranger: Decode
             for session in ("10.0.0.2", "10.0.0.2:0", "10.0.0.2:70000", "10.0.0.2:x", "a b:1", "http://a:1")
         ),
         ({"session": ""}, ["session: the decode node names none"]),
-        ({"session": "10.0.1.2:15001"}, ["'10.0.1.2'", "10.0.0.0/24, 2001:db8::/32", "advertise_host"]),
-        ({"session": "decode-0:15001"}, ["'decode-0' is not in allowed_peers"]),
+        ({"session": "10.0.1.2:15001"}, ["'10.0.1.2'", "10.0.0.0/24, 2001:db8::/32", "--advertise-host"]),
+        ({"session": "decode-0:15001"}, ["'decode-0' is not in --allowed-peers"]),
     ],
 )
 def test_a_node_that_does_not_fit_is_refused_with_both_values(
@@ -521,7 +521,7 @@ def test_rooms_that_wait_for_too_long_and_silent_peers_end(
         engine.wait_until_idle()
         told = other.expect(RoomFailed)
         assert (told.room, told.status, told.quiet) == (request.room, 504, True)
-        assert "not begun within 360 s (room_timeout_secs 300, and 60 s in which the decode" in told.error
+        assert "not begun within 360 s (--room-timeout-secs 300, and 60 s in which the decode" in told.error
         assert len(engine.engine.peers) == 1
         other.reconnect()
         engine.wait_until_silent_nodes_are_lost()
@@ -563,7 +563,9 @@ def test_a_full_node_says_so_and_serves_on(tiny: Path, tmp_path: Path) -> None:
                 peer.bootstrap(room, prompt(room, 21), kv=(Extent(20 * place, 20),), aux_slot=place)
             failed = peer.expect(RoomFailed)
             assert (failed.room, failed.status, failed.quiet) == (rooms[3], 429, True)
-            assert "3 rooms wait on this prefill node, and 3 may (max_running_requests + max" in failed.error
+            assert (
+                "3 rooms wait on this prefill node, and 3 may (--max-running-requests + --max" in failed.error
+            )
             assert engine.next_stats().num_waiting == 3
         assert {peer.expect(RoomDone).room for _ in range(3)} == set(rooms[:3])
         peer.bootstrap(rooms[3], prompt(rooms[3], 21))

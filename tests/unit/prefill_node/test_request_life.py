@@ -281,7 +281,7 @@ def test_a_room_waits_until_its_deadline(node: Node) -> None:
     (failed,) = node.told
     assert isinstance(failed, RoomFailed)
     assert (failed.room, failed.status, failed.quiet) == (2, 504, True)
-    assert "was not begun within 310 s (room_timeout_secs 300, and 10 s" in failed.error
+    assert "was not begun within 310 s (--room-timeout-secs 300, and 10 s" in failed.error
     assert node.candidates() == [3]
     assert node.life.requests.live(Room(1)).state is PrefillState.COMPUTING
 

@@ -78,7 +78,7 @@ def test_holders_of_one_key_understand_each_other_and_nobody_else_is_answered(tm
         info = look_up("127.0.0.1", node.bootstrap_port, keys)
         assert info.curve
         for stranger in (None, ControlKeys.generate()):
-            with pytest.raises(BootstrapLookupError, match=r"status 401.*same control_key_file") as caught:
+            with pytest.raises(BootstrapLookupError, match=r"status 401.*same --control-key-file") as caught:
                 look_up("127.0.0.1", node.bootstrap_port, stranger)
             assert caught.value.is_final
             assert not caught.value.nobody_listens
@@ -133,7 +133,7 @@ def test_only_the_list_is_answered_and_a_header_does_not_change_an_address(tmp_p
         with pytest.raises(BootstrapLookupError) as caught:
             look_up("127.0.0.1", node.bootstrap_port)
         assert caught.value.is_final
-        assert "'127.0.0.1' is not in allowed_peers (127.0.0.2)" in str(caught.value)
+        assert "'127.0.0.1' is not in --allowed-peers (127.0.0.2)" in str(caught.value)
         url = f"http://127.0.0.1:{node.bootstrap_port}{BOOTSTRAP_PATH}"
         headers = {"x-forwarded-for": "127.0.0.2", "forwarded": "for=127.0.0.2"}
         assert CLIENT.get(url, headers=headers).status_code == 403
@@ -236,7 +236,7 @@ def test_a_forged_or_recorded_answer_is_not_believed() -> None:
     for headers in codes:
         with answering((http(body, b"200 OK", **headers),)) as port:
             assert look_up("127.0.0.1", port).instance_id == "inst", "without a key there is nothing to check"
-            with pytest.raises(BootstrapLookupError, match="same control_key_file") as caught:
+            with pytest.raises(BootstrapLookupError, match="same --control-key-file") as caught:
                 look_up("127.0.0.1", port, keys)
             assert caught.value.is_final
 
@@ -391,7 +391,7 @@ def test_a_name_stands_for_that_address_of_it_which_answers_and_the_list_has(
             asked(None, "127.0.0.9", "127.0.0.8")
         assert caught.value.nobody_listens
         assert asked(loopback, "192.0.2.9", "127.0.0.1") == "127.0.0.1"
-        with pytest.raises(BootstrapLookupError, match=r"'192\.0\.2\.9' is not in allowed_peers"):
+        with pytest.raises(BootstrapLookupError, match=r"'192\.0\.2\.9' is not in --allowed-peers"):
             asked(loopback, "192.0.2.9")
     assert resolved == ["prefill.example"] * 4
 
@@ -408,13 +408,13 @@ def test_a_decode_node_asks_and_connects_to_its_list_only() -> None:
     with answering((http(msgspec.json.encode(INFO)),)) as port:
         info = look_up("127.0.0.1", port, None, allowed)
         assert info.control_endpoint("127.0.0.1") == "tcp://127.0.0.1:7000"
-        with pytest.raises(BootstrapLookupError, match=r"'127\.0\.0\.2' is not in allowed_peers") as caught:
+        with pytest.raises(BootstrapLookupError, match=r"'127\.0\.0\.2' is not in --allowed-peers") as caught:
             look_up("127.0.0.2", port, None, allowed)
         assert caught.value.is_final
     elsewhere = msgspec.structs.replace(INFO, control_host="192.0.2.9")
     with (
         answering((http(msgspec.json.encode(elsewhere)),)) as port,
-        pytest.raises(BootstrapLookupError, match=r"'192\.0\.2\.9' is not in allowed_peers"),
+        pytest.raises(BootstrapLookupError, match=r"'192\.0\.2\.9' is not in --allowed-peers"),
     ):
         look_up("127.0.0.1", port, None, allowed)
     wildcard = msgspec.structs.replace(INFO, control_host="0.0.0.0")
@@ -429,7 +429,7 @@ def test_a_rank_may_be_on_another_machine_which_the_list_has() -> None:
         info = look_up("127.0.0.1", port, None, PeerList.parse(["127.0.0.0/8"]))
         endpoints = [rank.control_endpoint("x") for rank in (info.of_rank(0), info.of_rank(1)) if rank]
         assert endpoints == ["tcp://127.0.0.1:7000", "tcp://127.0.0.2:7001"]
-        with pytest.raises(BootstrapLookupError, match=r"'127\.0\.0\.2' is not in allowed_peers"):
+        with pytest.raises(BootstrapLookupError, match=r"'127\.0\.0\.2' is not in --allowed-peers"):
             look_up("127.0.0.1", port, None, PeerList.parse(["127.0.0.1"]))
     for host in ("0.0.0.0", "a b"):
         wrong = msgspec.structs.replace(INFO, ranks=(RankInfo("first", 7000, host),))

@@ -249,7 +249,7 @@ def test_with_a_list_only_its_addresses_get_through(
     assert receive_one(member) == HeartbeatAck(5, "inst")
     assert not list(server.receive())
     (record,) = [record for record in caplog.records if record.name == "hisparse_pd.protocol.zap"]
-    assert "'127.0.0.3' is not in allowed_peers (127.0.0.2, 10.0.0.0/8)" in record.getMessage()
+    assert "'127.0.0.3' is not in --allowed-peers (127.0.0.2, 10.0.0.0/8)" in record.getMessage()
 
 
 def test_a_signature_binds_key_purpose_and_parts() -> None:
@@ -296,7 +296,7 @@ def test_a_bad_key_file_is_named(tmp_path: Path, content: bytes | None, why: str
     path = tmp_path / "key"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(ControlKeyError, match=f"control_key_file .*{why}"):
+    with pytest.raises(ControlKeyError, match=f"--control-key-file .*{why}"):
         ControlKeys.load(path)
 
 

@@ -187,7 +187,7 @@ def test_a_port_that_is_taken_is_an_error_at_the_start() -> None:
     sock: zmq.Socket[bytes]
     with zmq.Context.instance().socket(zmq.PUB) as sock:
         port: int = sock.bind_to_random_port("tcp://*")
-        with pytest.raises(StartError, match=rf"kv_events_config: tcp://\*:{port} cannot be used"):
+        with pytest.raises(StartError, match=rf"--kv-events-config: tcp://\*:{port} cannot be used"):
             KvEventPublisher(KvEventsConfig(publisher="zmq", endpoint=f"tcp://*:{port}"))
 
 

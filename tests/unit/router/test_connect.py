@@ -210,7 +210,7 @@ def test_which_nodes_are_trusted(tmp_path: Path) -> None:
     secure = RouterSettings(prefill=(("http://p:1", 1),), decode=("https://d:1",), node_ca_file=tls.cert)
     assert tls_context(secure).cert_store_stats()["x509_ca"] == 1
     for path in (tmp_path / "missing", tls.key):
-        with pytest.raises(StartError, match="node_ca_file"):
+        with pytest.raises(StartError, match="--node-ca-file"):
             tls_context(secure.model_copy(update={"node_ca_file": path}))
 
 

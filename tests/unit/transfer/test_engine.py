@@ -256,7 +256,7 @@ def test_unregistered_memory_is_no_source_any_more(engine: TransferEngine, peer:
 @pytest.mark.parametrize(
     ("host", "words"),
     [
-        *((host, "advertise_host") for host in ("", "0.0.0.0", "::")),
+        *((host, "--advertise-host") for host in ("", "0.0.0.0", "::")),
         *((host, "without a port") for host in ("127.0.0.1:5000", "[::1]:5000")),
     ],
 )
@@ -290,7 +290,7 @@ def test_an_ipv6_host_is_reached_at_its_session() -> None:
 
 def test_an_engine_that_does_not_answer_at_its_session_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TransferEngine, "is_reachable", lambda self, session: False)
-    with pytest.raises(TransferSetupError, match=r"does not answer at 127\.0\.0\.1:\d+.*advertise_host"):
+    with pytest.raises(TransferSetupError, match=r"does not answer at 127\.0\.0\.1:\d+.*--advertise-host"):
         TransferEngine("127.0.0.1")
 
 

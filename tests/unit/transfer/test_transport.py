@@ -248,7 +248,7 @@ def test_tcp_looks_at_no_device(tmp_path: Path, caplog: pytest.LogCaptureFixture
     assert choose(machine, "tcp") == TCP
     assert caplog.text == ""
     assert choose(machine, "tcp", "mlx5_0") == TCP
-    assert "ib_device mlx5_0 is not used" in caplog.text
+    assert "--ib-device mlx5_0 is not used" in caplog.text
 
 
 # --- what metrics say -------------------------------------------------------------------------------------
