@@ -18,6 +18,7 @@ from hisparse_pd.base.vocabulary import FinishReason
 from hisparse_pd.serving.api.answer_blocks import Block, BlockChange, BlockKind, BlockList
 from hisparse_pd.serving.api.call_reader import CallReader, Marks, Piece, Reading
 from hisparse_pd.serving.api.chat_format import THINK, Markup, ThinkMarks
+from hisparse_pd.serving.api.raw_json import is_object
 from hisparse_pd.serving.api.tool_schemas import ToolSchemas
 
 
@@ -79,16 +80,19 @@ class MessageParser:
     def blocks(self) -> list[Block]:
         return self._blocks.blocks
 
-    def feed(self, text: str, finish: FinishReason | None = None) -> list[BlockChange]:
+    def feed(
+        self, text: str, finish: FinishReason | None = None, *, at_stop_string: bool = False
+    ) -> list[BlockChange]:
         """Take in ``text``, and return what it changes (``BlockList.take``). ``finish``: why the answer ends
-        with this text; None if it goes on."""
+        with this text; None if it goes on. ``at_stop_string``: whether one of the client's stop strings ended
+        it, which may be anywhere."""
         text, self._withheld = self._withheld + text, ""
         is_cut = finish is FinishReason.LENGTH
         unread = self._read_start(text) if self._is_at_start else text
         if unread is not None:
             self._read(unread)
         if finish is not None:
-            self._finish(is_cut=is_cut)
+            self._finish(is_cut=is_cut, at_stop_string=at_stop_string)
             self._blocks.end(is_cut=is_cut)
         return self._blocks.take()
 
@@ -195,7 +199,7 @@ class MessageParser:
             is_reasoning = self._reasoning is _Reasoning.OPEN
             self._blocks.add(BlockKind.REASONING if is_reasoning else BlockKind.TEXT, text)
 
-    def _finish(self, *, is_cut: bool) -> None:
+    def _finish(self, *, is_cut: bool, at_stop_string: bool) -> None:
         """Show the withheld text unless it is markup. Where the answer ``is_cut``, a possible beginning of
         markup is taken for markup. Within a call that has not ended, the withheld text is dropped."""
         markup, calls = self._markup, self._calls
@@ -208,8 +212,13 @@ class MessageParser:
         elif not is_cut and not calls.is_in_call:  # no call followed the opening
             self._show_as_text(calls)
             self._show(withheld)
-        elif not is_cut and markup.ends_with_answer:  # the answer's end is the end of the call
+        elif not is_cut and markup.ends_with_answer and self._is_call_over(at_stop_string):
             self._send(markup.call_end, is_mark=True)
+
+    def _is_call_over(self, at_stop_string: bool) -> bool:
+        """Whether the end of the answer is the end of the open call. A stop string may end the answer within
+        a call, whose arguments are then no whole object."""
+        return not at_stop_string or is_object(self.blocks[-1].text)
 
 
 def _match_openings(text: str, think: ThinkMarks) -> str:

@@ -70,7 +70,10 @@ class ChatReading:
     def feed(self, output: SampleOutput, delta: Delta) -> list[BlockChange]:
         """Take in ``delta``, and return the changes of blocks in order."""
         self._reasoning.count(output.token_ids[delta.first_token : delta.last_token])
-        return self._parser.feed(delta.text, delta.finish.reason if delta.finish is not None else None)
+        if (finish := delta.finish) is None:
+            return self._parser.feed(delta.text)
+        at_stop_string = isinstance(finish.matched, str)
+        return self._parser.feed(delta.text, finish.reason, at_stop_string=at_stop_string)
 
 
 class ReasoningTokens:

@@ -362,6 +362,18 @@ def test_the_arguments_of_a_call_are_those_that_were_written(
     assert (found.content, [(call.name, call.arguments) for call in found.calls]) == ("", [expected])
 
 
+@pytest.mark.parametrize(
+    ("arguments", "is_whole"), [('{"city": "Bern', False), ("", False), ('{"city": "Bern"}', True)]
+)
+def test_a_stop_string_may_end_an_answer_within_a_call(arguments: str, is_whole: bool) -> None:
+    """The end of the answer ends a call in Mistral's markup, unless a stop string has cut it off."""
+    parser = make_parser(MISTRAL)
+    parser.feed("[TOOL_CALLS]weather[ARGS]")
+    parser.feed(arguments, FinishReason.STOP, at_stop_string=True)
+    (call,) = parser.blocks
+    assert (call.text, call.is_cut, parser.is_in_call) == (arguments, not is_whole, not is_whole)
+
+
 def test_other_marks_of_reasoning() -> None:
     for text, in_reasoning in (("[THINK]hm[/THINK]Yes <think>.", False), ("hm[/THINK]Yes <think>.", True)):
         found = parse_cut(text, None, 1, in_reasoning=in_reasoning, think=THINK_MARKS[1])
