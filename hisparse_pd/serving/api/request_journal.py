@@ -14,7 +14,7 @@ import hashlib
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, NamedTuple
 
@@ -88,6 +88,9 @@ class RequestJournal:
     """How often the answer went on at another node."""
     records: tuple[JournalRecord, ...] = ()
     """Records of what the client has, in order."""
+    resumed: Mapping[int, Resumed] = field(default_factory=dict)
+    """The output so far of each sample that has begun, made of ``records`` where the body is parsed: a long
+    stream has a record for each token, too many for one turn of the event loop."""
 
     @classmethod
     def of(cls, body: GeneratingBody, num_samples: int) -> RequestJournal | None:
@@ -98,27 +101,9 @@ class RequestJournal:
         records = () if body.journal_records is None else tuple(_records(body.journal_records))
         if records and not body.stream:
             raise FieldRefused("journal_records", "an answer that is not streamed has none; leave it out")
-        over: set[int] = set()
-        for record in records:
-            if not 0 <= record.sample < num_samples or record.sample in over:
-                rule = f"must be one of {num_samples} samples, and one that has not ended"
-                raise InvalidField("journal_records", record.sample, rule)
-            if record.finish_reason is not None:
-                over.add(record.sample)
+        resumed = _resumed(records, num_samples)
         identity = Identity(bytes.fromhex(head.id), head.created)
-        return cls(head.seed, identity, bool(head.may_move), head.num_resumes or 0, records)
-
-    def resumed(self) -> dict[int, Resumed]:
-        """Return the output so far of each sample that has begun."""
-        found: dict[int, list[int]] = {}
-        num_scored: Counter[int] = Counter()
-        for record in self.records:
-            found.setdefault(record.sample, []).extend(record.token_ids)
-            num_scored[record.sample] += record.num_scored
-        over = {record.sample for record in self.records if record.finish_reason is not None}
-        return {
-            sample: Resumed(tuple(ids), sample in over, num_scored[sample]) for sample, ids in found.items()
-        }
+        return cls(head.seed, identity, bool(head.may_move), head.num_resumes or 0, records, resumed)
 
 
 class Resumed(NamedTuple):
@@ -132,6 +117,26 @@ class Resumed(NamedTuple):
 
 
 NOT_RESUMED = Resumed()
+
+
+def _resumed(records: Sequence[JournalRecord], num_samples: int) -> dict[int, Resumed]:
+    """Return the output of each sample that ``records`` have. Raises InvalidField for a record of no sample,
+    or of one that has ended."""
+    token_ids: dict[int, list[int]] = {}
+    num_scored: Counter[int] = Counter()
+    over: set[int] = set()
+    for record in records:
+        sample = record.sample
+        if not 0 <= sample < num_samples or sample in over:
+            rule = f"must be one of {num_samples} samples, and one that has not ended"
+            raise InvalidField("journal_records", sample, rule)
+        token_ids.setdefault(sample, []).extend(record.token_ids)
+        num_scored[sample] += record.num_scored
+        if record.finish_reason is not None:
+            over.add(sample)
+    return {
+        sample: Resumed(tuple(ids), sample in over, num_scored[sample]) for sample, ids in token_ids.items()
+    }
 
 
 def _records(blocks: Raw) -> Iterator[JournalRecord]:

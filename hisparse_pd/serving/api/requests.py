@@ -133,7 +133,7 @@ async def plan_samples(
     all_options = await _options_with_grammars(request, prompts, codec)
     checks = _PromptChecks(request, limits, codec.vocab_size)
     id_prefix = request_prefix(front_number)
-    all_resumed = {} if request.journal is None else request.journal.resumed()
+    all_resumed = {} if request.journal is None else request.journal.resumed
     samples: list[SampleRequest] = []
     for index, (name, token_ids, options) in enumerate(zip(names, prompts, all_options, strict=True)):
         # What the prompt's samples share. ``wanted`` are the logprobs of its tokens that are shown,
