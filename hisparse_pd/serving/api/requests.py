@@ -36,7 +36,14 @@ from hisparse_pd.serving.api.request_journal import NOT_RESUMED, Resumed
 from hisparse_pd.serving.api.sampling_options import SEED_MASK, SampleOptions
 from hisparse_pd.serving.api.schemas import ApiRequest
 from hisparse_pd.serving.api.text_codec import TextCodec
-from hisparse_pd.serving.api.wanted_scores import check_logprob_start, check_num_scores, lacking_scores
+from hisparse_pd.serving.api.wanted_scores import (
+    check_logprob_start,
+    check_num_output_logprobs,
+    check_num_scores,
+    default_tokens_with_logprobs,
+    lacking_scores,
+    logprobs_a_token,
+)
 from hisparse_pd.serving.http.http_errors import ApiError, FieldRefused, InvalidField
 from hisparse_pd.serving.http.off_loop import off_loop
 
@@ -238,6 +245,9 @@ class _PromptChecks:
         """Prompt tokens of all samples so far."""
         self._num_scores = 0
         """Logprobs of prompt tokens that all samples so far show."""
+        self._num_output_logprobs = 0
+        """Logprobs of output tokens that all samples so far may have."""
+        self._most_default_tokens = default_tokens_with_logprobs(request)
 
     def check(
         self, name: str, num_prompt_tokens: int, options: SampleOptions, wanted: WantedScores | None
@@ -247,7 +257,11 @@ class _PromptChecks:
         _check_token_ids("stop_token_ids", options.sampling.stop_token_ids, self._vocab_size)
         _check_token_ids("logit_bias", options.biased_token_ids, self._vocab_size)
         pool_tokens = self._limits.pool_tokens(self._request.hisparse)
-        max_new_tokens = _max_new_tokens(name, num_prompt_tokens, options, self._limits, pool_tokens)
+        max_new_tokens = _max_new_tokens(
+            name, num_prompt_tokens, options, self._limits, pool_tokens, self._most_default_tokens
+        )
+        self._num_output_logprobs += max_new_tokens * logprobs_a_token(options)
+        check_num_output_logprobs(self._request, options, self._num_output_logprobs)
         self._num_prompt_tokens += num_prompt_tokens * options.n
         if self._num_prompt_tokens > self._limits.request_tokens:
             raise FieldRefused(
@@ -264,10 +278,15 @@ class _PromptChecks:
 
 
 def _max_new_tokens(
-    name: str, num_prompt_tokens: int, options: SampleOptions, limits: RequestLimits, pool_tokens: int
+    name: str,
+    num_prompt_tokens: int,
+    options: SampleOptions,
+    limits: RequestLimits,
+    pool_tokens: int,
+    most_default_tokens: int | None,
 ) -> int:
-    """Return how many tokens the answer may have: the number asked for, else the default or all that fits.
-    Raises ApiError 400 where the number asked for does not fit.
+    """Return how many tokens the answer may have: the number asked for, else the default or all that fits,
+    ``most_default_tokens`` at most. Raises ApiError 400 where the number asked for does not fit.
 
     The last new token takes no place: its KV is never computed.
     """
@@ -276,7 +295,7 @@ def _max_new_tokens(
     if max_new_tokens is None:
         num_free = min(limits.context_length, pool_tokens) + 1 - num_prompt_tokens
         default = options.default_new_tokens or limits.default_max_tokens or num_free
-        max_new_tokens = min(default, num_free)
+        max_new_tokens = min(default, num_free, most_default_tokens or num_free)
     min_new_tokens = options.sampling.min_new_tokens
     if min_new_tokens > max_new_tokens:
         field = options.min_new_tokens_field

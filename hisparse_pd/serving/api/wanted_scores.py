@@ -1,4 +1,4 @@
-"""Logprobs of prompts that a request asks for: how many it may have, and which of them its samples lack.
+"""Logprobs that a request asks for: how many it may have, and which of its prompts' its samples lack.
 
 ``requests.py`` calls the functions when it plans samples.
 """
@@ -20,6 +20,13 @@ As JSON they have up to 40 MB."""
 MAX_STREAMED_SCORES = 1 << 22
 """Most of them in a stream that passes them on in pieces: a context of 163,840 tokens with the twenty
 likeliest of each. Those that the client has not read yet wait as rows of 8 bytes each, 34 MB at most."""
+MAX_OUTPUT_LOGPROBS = 1 << 22
+"""Most logprobs of output tokens in one answer or stream: 199,728 tokens with the twenty likeliest of each.
+An answer keeps them as JSON, some 200 MB. In a stream whose client does not read they wait as Python's
+objects, some 500 MB."""
+MAX_REPEATED_LOGPROBS = 1 << 19
+"""Most of them in a stream of ``/generate``, each event of which repeats all earlier ones: 24,966 tokens with
+the twenty likeliest of each, 20 MB of JSON."""
 
 
 def check_logprob_start(name: str, num_prompt_tokens: int, options: SampleOptions) -> None:
@@ -67,4 +74,36 @@ def check_num_scores(request: ApiRequest, num_scores: int) -> None:
             request.prompt_field,
             f"at least {num_scores} logprobs of prompt tokens are asked for, those of the likeliest "
             f"tokens included; {most} fit in one {what}: split the request, or ask for fewer a token",
+        )
+
+
+def max_output_logprobs(request: ApiRequest) -> int:
+    """Return the most logprobs of output tokens that the answer to ``request`` may have."""
+    is_repeated = request.stream and request.endpoint is Endpoint.GENERATE
+    return MAX_REPEATED_LOGPROBS if is_repeated else MAX_OUTPUT_LOGPROBS
+
+
+def logprobs_a_token(options: SampleOptions) -> int:
+    """Return how many logprobs each output token has in all samples of one prompt together."""
+    num_top = options.sampling.num_logprobs
+    return 0 if num_top is None else (1 + num_top) * options.n
+
+
+def default_tokens_with_logprobs(request: ApiRequest) -> int | None:
+    """Return how many tokens a sample may have at most where the client names no number, so that the
+    logprobs of all samples fit in the answer; None if no logprobs are asked for."""
+    num_a_token = sum(map(logprobs_a_token, request.options))
+    return max_output_logprobs(request) // num_a_token if num_a_token else None
+
+
+def check_num_output_logprobs(request: ApiRequest, options: SampleOptions, num_logprobs: int) -> None:
+    """Raise FieldRefused if one answer cannot have so many logprobs of output tokens. ``options``: those of
+    the prompt with which they are too many."""
+    most = max_output_logprobs(request)
+    if num_logprobs > most:
+        raise FieldRefused(
+            options.max_new_tokens_field,
+            f"at least {num_logprobs} logprobs of output tokens are asked for, those of the likeliest tokens "
+            f"and of all samples included; {most} fit in one {'stream' if request.stream else 'answer'}: "
+            "lower it, n or the number of logprobs, or split the request",
         )

@@ -353,6 +353,43 @@ def test_a_stream_may_have_more_logprobs_of_prompts_than_an_answer(monkeypatch: 
         plan(completion(**asked))
 
 
+LONG_CONTEXT = RequestLimits(1 << 20, 1 << 20, 1 << 20)
+
+
+@pytest.mark.I8
+def test_an_answer_has_a_bounded_number_of_output_logprobs() -> None:
+    """Those of all samples count, as if each of them had as many tokens as it may."""
+    asked = {"logprobs": True, "top_logprobs": 7, "n": 4}  # 32 logprobs for a token of each sample
+    fits = plan(chat(**asked, max_tokens=1 << 17), LONG_CONTEXT)
+    assert [sample.generate.sampling.max_new_tokens for sample in fits] == [1 << 17] * 4
+    said = (
+        "max_tokens: at least 4194336 logprobs of output tokens are asked for, those of the likeliest tokens "
+        "and of all samples included; 4194304 fit in one answer: lower it, n or the number of logprobs, or "
+        "split the request"
+    )
+    with pytest.raises(ApiError, match=f"^{said}$"):
+        plan(chat(**asked, max_tokens=(1 << 17) + 1), LONG_CONTEXT)
+    with pytest.raises(ApiError, match="; 4194304 fit in one stream: "):
+        plan(chat(**asked, max_tokens=(1 << 17) + 1, stream=True), LONG_CONTEXT)
+
+
+@pytest.mark.I8
+def test_a_default_length_is_cut_to_the_logprobs_that_fit() -> None:
+    (cut, *_) = plan(chat(logprobs=True, top_logprobs=7, n=4), LONG_CONTEXT)
+    assert cut.generate.sampling.max_new_tokens == 1 << 17
+    (whole,) = plan(chat(), LONG_CONTEXT)
+    assert whole.generate.sampling.max_new_tokens > 1 << 19
+
+
+@pytest.mark.I8
+def test_a_stream_that_repeats_its_logprobs_has_fewer() -> None:
+    asked: dict[str, Any] = {"return_logprob": True, "top_logprobs_num": 7}
+    asked["sampling_params"] = {"max_new_tokens": (1 << 16) + 1}
+    assert plan(generate(**asked), LONG_CONTEXT)
+    with pytest.raises(ApiError, match="at least 524296 logprobs of output tokens"):
+        plan(generate(**asked, stream=True), LONG_CONTEXT)
+
+
 def test_an_engine_scores_a_prompt_of_which_no_token_is_wanted() -> None:
     """The engine draws one token, as cheaply as possible."""
     drawing = {"temperature": 0.7, "repetition_penalty": 1.2, "logprobs": 2, "max_tokens": 0}
