@@ -32,8 +32,16 @@ from hisparse_pd.serving.api.json_schemas import (
     as_list,
     types_of,
 )
-from hisparse_pd.serving.api.lark import Lark, literal, one_of, sequence
-from hisparse_pd.serving.api.schema_numbers import Schema, SchemaNumbers, numbers_in
+from hisparse_pd.serving.api.lark import Lark, fault_of_pattern, literal, one_of, sequence
+from hisparse_pd.serving.api.schema_numbers import (
+    DEFINITIONS,
+    KEYWORDS_OF_LISTS,
+    KEYWORDS_OF_NAMES,
+    KEYWORDS_OF_ONE,
+    Schema,
+    SchemaNumbers,
+    numbers_in,
+)
 
 _WHITESPACE: Final = "[ \\n\\r\\t]{1,64}"
 """White space between the parts of a JSON value, bounded because a model may otherwise write it for ever."""
@@ -52,6 +60,13 @@ _ENFORCED = {
 }
 """Keywords that llguidance enforces. Even a lenient grammar must not leave them out: a schema with one that
 the rules written here cannot enforce is NotWritable, and ``json_value`` decides what becomes of it."""
+
+_DIALECTS: Final = {
+    "",
+    *(f"http://json-schema.org/draft-0{number}/schema" for number in (4, 6, 7)),
+    *(f"https://json-schema.org/draft/{date}/schema" for date in ("2019-09", "2020-12")),
+}
+"""Values of ``$schema`` that llguidance knows; they may end with ``#``."""
 
 _MAX_DEPTH: Final = 100
 """Most schemas within each other."""
@@ -80,7 +95,30 @@ def _by_llguidance(schema: Schema, is_lenient: bool) -> str:
     options: dict[str, object] = {"whitespace_pattern": _WHITESPACE}
     if is_lenient:
         options["lenient"] = True
-    return "%json " + write_json({**schema, "x-guidance": options}, spelling_for_llguidance)
+    readable = _readable(schema, is_lenient)
+    return "%json " + write_json({**readable, "x-guidance": options}, spelling_for_llguidance)
+
+
+def _readable(schema: Schema, is_lenient: bool) -> Schema:
+    """Return the schema without what makes llguidance refuse it all: the name of a dialect that it does not
+    know and, if ``is_lenient``, patterns that no grammar can enforce."""
+
+    def part(value: object) -> object:
+        return _readable(value, is_lenient) if isinstance(value, dict) else value
+
+    kept: dict[str, object] = {}
+    for keyword, value in schema.items():
+        if keyword == "$schema" and isinstance(value, str) and value.removesuffix("#") not in _DIALECTS:
+            continue
+        if is_lenient and keyword == "pattern" and isinstance(value, str) and fault_of_pattern(value):
+            continue
+        if keyword in (*KEYWORDS_OF_NAMES, *DEFINITIONS) and isinstance(value, dict):
+            kept[keyword] = {name: part(each) for name, each in value.items()}
+        elif keyword in KEYWORDS_OF_LISTS and isinstance(value, list):
+            kept[keyword] = list(map(part, value))
+        else:
+            kept[keyword] = part(value) if keyword in KEYWORDS_OF_ONE else value
+    return kept
 
 
 class _Writer:

@@ -138,9 +138,24 @@ def regex(pattern: str) -> str:
     return f"/{_ESCAPED.sub(_with_slash_escaped, pattern)}/" if pattern else '""'
 
 
+def fault_of_pattern(pattern: str) -> str:
+    """Return "" if grammars can have what the pattern is made of, else what they cannot have, as the end of a
+    sentence that begins with the pattern."""
+    found = next(filter(None, (part[1] for part in _PARTS_OF_PATTERN.finditer(pattern))), None)
+    if found is None:
+        return ""
+    return f"has {found!r}: no grammar can look ahead or back, find bounds of words or refer to groups"
+
+
+_PARTS_OF_PATTERN = re.compile(r"(\\[bB1-9k]|\(\?<?[=!])|\\.|\[\^?(?:\\.|[^\]\\])*", re.DOTALL)
+"""A part that no grammar can have; or an escape, or a class of characters, in which there is no such part."""
+
+
 def search_regex(pattern: str) -> str:
     """Return the expression of texts in which the pattern is found, as for JSON Schema's ``pattern``. Raises
     ValueError."""
+    if fault := fault_of_pattern(pattern):
+        raise ValueError(fault)
     # An anchor at the edge of an alternative is this one's alone: "^a|b$" finds a at the beginning, or b at
     # the end. llguidance ignores anchors, which are therefore said by what may stand around an alternative.
     alternatives = _alternatives(pattern)

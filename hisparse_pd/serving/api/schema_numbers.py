@@ -23,10 +23,10 @@ from hisparse_pd.serving.api.exact_numbers import (
 from hisparse_pd.serving.api.json_schemas import InexactNumber, Steps, as_list, reference_path, types_of
 
 # Keywords whose value is one schema, a list of schemas, or schemas by name.
-_KEYWORDS_OF_ONE: Final = ("additionalProperties", "items", "additionalItems")
-_KEYWORDS_OF_LISTS: Final = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
-_KEYWORDS_OF_NAMES: Final = ("properties", "patternProperties")
-_DEFINITIONS: Final = ("$defs", "definitions")
+KEYWORDS_OF_ONE: Final = ("additionalProperties", "items", "additionalItems")
+KEYWORDS_OF_LISTS: Final = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+KEYWORDS_OF_NAMES: Final = ("properties", "patternProperties")
+DEFINITIONS: Final = ("$defs", "definitions")
 
 Schema = Mapping[str, object]
 
@@ -91,18 +91,18 @@ class SchemaNumbers:
     def _parts(self, place: str, schema: Schema) -> Iterator[tuple[str, Schema]]:
         """Yield the schemas that ``schema`` contains or refers to, each after its place in the document."""
         found: list[tuple[str, object]] = [
-            (f"{place}/{keyword}", schema.get(keyword)) for keyword in _KEYWORDS_OF_ONE
+            (f"{place}/{keyword}", schema.get(keyword)) for keyword in KEYWORDS_OF_ONE
         ]
-        for keyword in _KEYWORDS_OF_LISTS:
+        for keyword in KEYWORDS_OF_LISTS:
             found += [(f"{place}/{keyword}/{i}", part) for i, part in enumerate(as_list(schema.get(keyword)))]
-        for keyword in _KEYWORDS_OF_NAMES:
+        for keyword in KEYWORDS_OF_NAMES:
             found += _named(f"{place}/{keyword}", schema.get(keyword))
         if "$ref" in schema:
             reference = schema["$ref"]
             if isinstance(target := self.target(reference), dict):
                 found.append((str(reference), target))
             else:  # not a path to a schema: it may be the anchor of any definition, so all of them count
-                for keyword in _DEFINITIONS:
+                for keyword in DEFINITIONS:
                     found += _named(f"#/{keyword}", self._root.get(keyword))
         self._steps.spend(len(found) // 8)
         return ((where, part) for where, part in found if isinstance(part, dict))

@@ -408,11 +408,65 @@ NOT_WRITABLE = [
     (of_one({"$ref": "https://example.org/x"}), "only #/$defs"),
     (of_one({"const": "</arg_value>"}), "has no value"),
     (of_one({"type": "string", "pattern": "a\\"}), "ends with a backslash"),
+    (
+        of_one({"type": "string", "pattern": "^(?!x).*$"}),
+        "a pattern that has '(?!': no grammar can look ahead",
+    ),
+    (of_one({"type": "string", "pattern": r"[\]]\bx"}), r"has '\\b'"),
     (of_one({"type": "string", "minLength": 3, "maxLength": 2}), "lengths"),
     ({"type": "object", "anyOf": [{}]}, "'anyOf'"),
     (of_one(False), "has no value"),
     ({"properties": {"a<b": {}}}, "'a<b'"),
 ]
+
+
+LOOKING_AHEAD: dict[str, Any] = {"type": "array", "items": {"type": "string", "pattern": "^(?!x).*$"}}
+
+
+@pytest.mark.parametrize("markup", [ToolMarkup.GLM, ToolMarkup.HERMES])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        LOOKING_AHEAD,
+        {"anyOf": [LOOKING_AHEAD, {"type": "null"}]},
+        {"type": "object", "properties": {"pattern": LOOKING_AHEAD}},
+        {"type": "object", "additionalProperties": {"$ref": "#/$defs/x"}},
+    ],
+)
+def test_a_pattern_that_no_grammar_has_does_not_count_for_tools_that_are_not_strict(
+    markup: ToolMarkup, schema: dict[str, Any]
+) -> None:
+    parameters = of_one(schema, **{"$defs": {"x": LOOKING_AHEAD}})
+    for strict in (True, False):
+        grammar = write_grammar(
+            forced("f"),
+            chat_format(markup),
+            tools=[tool(parameters, strict=strict)],
+            separates_reasoning=False,
+        )
+        assert bool(error_of(grammar)) == strict
+
+
+def test_only_patterns_of_strings_are_left_out() -> None:
+    """A value may have the name ``pattern``, and a class of characters may look like a look-ahead."""
+    one = {"const": {"pattern": "(?=a)"}}
+    two = {"type": "string", "pattern": r"^[(?=]\\b$"}
+    parameters = {"type": "object", "properties": {"one": one, "two": two}, "required": ["one", "two"]}
+    written = chat_format(ToolMarkup.HERMES, reasons=False)
+    grammar = write_grammar(forced("f"), written, tools=[tool(parameters, strict=False)])
+    call = '<tool_call>\n{"name": "f", "arguments": {"one": {"pattern": "%s"}, "two": "%s"}}\n</tool_call>'
+    assert admits(grammar, call % ("(?=a)", r"?\\b"))
+    assert not admits(grammar, call % ("a", r"?\\b"))
+    assert not admits(grammar, call % ("(?=a)", "x"))
+
+
+@pytest.mark.parametrize("dialect", ["https://json-schema.org/draft-07/schema#", "http://example.org/own"])
+def test_an_unknown_dialect_of_schemas_is_no_reason_to_refuse_one(dialect: str) -> None:
+    inner = {"$schema": dialect, "type": "integer"}
+    schema = {"$schema": dialect, "type": "object", "properties": {"a": inner}, "required": ["a"]}
+    grammar = write_grammar(answers(FormatKind.JSON, json.dumps(schema)), chat_format(None, reasons=False))
+    assert admits(grammar, '{"a":1}')
+    assert not admits(grammar, '{"a":"x"}')
 
 
 @pytest.mark.parametrize(("parameters", "why"), NOT_WRITABLE)
