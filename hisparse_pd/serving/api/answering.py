@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import msgspec
 from msgspec import Raw
@@ -31,6 +31,7 @@ from hisparse_pd.serving.http.http_errors import ApiError, ErrorShape
 from hisparse_pd.serving.http.journal_lines import LEAVING, OVER, journal_line
 from hisparse_pd.serving.http.off_loop import off_loop
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 FeedOutputs = Callable[[Sequence[SampleOutput]], AsyncGenerator[Delta, None]]
@@ -43,6 +44,10 @@ _RECORDS_BETWEEN_YIELDS = 16
 _INLINE_LOGPROBS = 256
 """Most logprobs of a prompt that are written on the event loop; more take a millisecond or two."""
 
+_INLINE_VALUES = 1 << 13
+"""Most tokens and logprobs that are joined on the event loop, in a millisecond, for a whole answer or for an
+event that repeats all output. The most that an answer has, 4 million logprobs, take half a second."""
+
 
 async def whole_body(context: DecodeContext, work: Work, feed_outputs: FeedOutputs) -> bytes:
     """Return the body of a whole answer."""
@@ -52,8 +57,13 @@ async def whole_body(context: DecodeContext, work: Work, feed_outputs: FeedOutpu
         async for delta in deltas:
             await _off_loop_if_long(dialect.keep, outputs[delta.index], delta)
             if delta.finish is not None:
-                choices[delta.index] = dialect.choice(outputs[delta.index])
-    return msgspec.json.encode(dialect.whole(outputs, [choices[output.index] for output in outputs]))
+                output = outputs[delta.index]
+                choices[delta.index] = await _off_loop_if_much([output], dialect.choice, output)
+
+    def whole() -> bytes:
+        return msgspec.json.encode(dialect.whole(outputs, [choices[output.index] for output in outputs]))
+
+    return await _off_loop_if_much(outputs, whole)
 
 
 async def streamed(
@@ -79,6 +89,8 @@ async def streamed(
                 output = outputs[delta.index]
                 if delta.scored:
                     events = await _off_loop_if_long(write, output, delta)
+                elif dialect.repeats_output(output, delta):
+                    events = await _off_loop_if_much([output], write, output, delta)
                 else:
                     events = write(output, delta)
                 if units is not None:
@@ -135,6 +147,22 @@ async def _off_loop_if_long(
     if num_logprobs > _INLINE_LOGPROBS:
         return await off_loop(write, output, delta)
     return write(output, delta)
+
+
+async def _off_loop_if_much(
+    outputs: Sequence[SampleOutput], join: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> T:
+    """Return what ``join`` makes of ``outputs``, in a thread if they have many tokens and logprobs."""
+    if sum(map(_num_values, outputs)) > _INLINE_VALUES:
+        return await off_loop(join, *args, **kwargs)
+    return join(*args, **kwargs)
+
+
+def _num_values(output: SampleOutput) -> int:
+    """Return how many tokens and logprobs the output has so far, with those of its prompt that are shown."""
+    num_top, wanted = output.sample.options.sampling.num_logprobs, output.sample.wanted_scores
+    num_shown = len(output.token_ids) * (1 if num_top is None else 2 + num_top)
+    return num_shown + output.num_scored * (0 if wanted is None else 2 + wanted.num_top)
 
 
 def _events(dialect: Dialect, output: SampleOutput, delta: Delta) -> bytes:

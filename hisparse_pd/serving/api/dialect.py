@@ -58,6 +58,10 @@ class Dialect(ABC):
     def events(self, output: SampleOutput, delta: Delta) -> Iterator[Json]:
         """Return the events for one delta; none where it shows nothing new."""
 
+    def repeats_output(self, output: SampleOutput, delta: Delta) -> bool:
+        """Whether the event for one delta repeats all output of the sample so far."""
+        return False
+
     def replay(self, output: SampleOutput, delta: Delta) -> None:
         """Take in one delta whose events the client has already."""
         for _ in self.events(output, delta):

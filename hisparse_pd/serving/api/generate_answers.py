@@ -54,11 +54,15 @@ class GenerateDialect(Dialect):
 
     def events(self, output: SampleOutput, delta: Delta) -> Iterator[Json]:
         self.keep(output, delta)
-        if delta.finish or (delta.last_token > delta.first_token and not output.is_behind):
+        if self.repeats_output(output, delta):
             is_edge = delta.finish is not None or output.index not in self._begun
             self._begun.add(output.index)
             shown = self._show(output, with_prompt=is_edge)
             yield shown | ({"index": output.index} if self._is_list else {})
+
+    def repeats_output(self, output: SampleOutput, delta: Delta) -> bool:
+        has_tokens = delta.last_token > delta.first_token
+        return delta.finish is not None or (has_tokens and not output.is_behind)
 
     def replay(self, output: SampleOutput, delta: Delta) -> None:
         self.keep(output, delta)  # the next event repeats all earlier ones

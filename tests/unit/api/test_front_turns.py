@@ -30,7 +30,7 @@ from hisparse_pd.engine.messages import (
     pack_token_ids,
     unpack_token_ids,
 )
-from hisparse_pd.serving.api import token_lists
+from hisparse_pd.serving.api import answering, token_lists
 from hisparse_pd.serving.api.bodies import Endpoint
 from hisparse_pd.serving.api.prompts import MAX_VALUES
 from hisparse_pd.serving.api.schemas import parse_request
@@ -338,6 +338,50 @@ def test_logprobs_of_a_long_answer_are_encoded_message_by_message(
     assert sum(looked_up_in.values()) >= 21 * Backlogged.num_messages, "each token was shown"
     assert sum(looked_up_in.values()) <= 30 * Backlogged.num_messages, "and no more than once"
     assert max(looked_up_in.values()) <= 60, "the work of one or two messages in a turn"
+
+
+@pytest.mark.I8
+@pytest.mark.parametrize("path", WITH_LOGPROBS)
+async def test_a_long_answer_is_joined_beside_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """A sample's choice, and the body of all choices. Without logprobs the answer is short enough."""
+    monkeypatch.setattr(answering, "_INLINE_VALUES", 20 * Backlogged.num_messages)
+    sizes: list[int] = []
+
+    async def recorded(join: Callable[..., Any], *args: Any) -> Any:
+        joined = await off_loop(join, *args)
+        sizes.append(len(memoryview(joined)))
+        return joined
+
+    monkeypatch.setattr(answering, "off_loop", recorded)
+    front = socketless_context(tmp_path, Backlogged([str(tmp_path / "unused.ipc")], 5.0))
+    await call_app(create_decode_app(front), path, MINIMAL[Endpoint(path)], leaves=False)
+    assert not sizes
+    sent = await call_app(create_decode_app(front), path, WITH_LOGPROBS[path], leaves=False)
+    choice_bytes, whole_bytes = sizes
+    assert whole_bytes >= choice_bytes > 20 * Backlogged.num_messages
+    assert whole_bytes == len(b"".join(message.get("body", b"") for message in sent))
+
+
+@pytest.mark.I8
+@pytest.mark.parametrize("path", WITH_LOGPROBS)
+async def test_only_events_that_repeat_a_long_output_are_written_beside_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr(answering, "_INLINE_VALUES", 20 * Backlogged.num_messages)
+    events: list[bytes] = []
+
+    async def recorded(write: Callable[..., bytes], *args: Any) -> bytes:
+        events.append(await off_loop(write, *args))
+        return events[-1]
+
+    monkeypatch.setattr(answering, "off_loop", recorded)
+    front = socketless_context(tmp_path, Backlogged([str(tmp_path / "unused.ipc")], 5.0))
+    body = WITH_LOGPROBS[path] | {"stream": True}
+    sent = await call_app(create_decode_app(front), path, body, leaves=False)
+    assert len(events) == (path == "/generate")
+    assert b"".join(events) in b"".join(message.get("body", b"") for message in sent)
 
 
 @pytest.mark.I8
