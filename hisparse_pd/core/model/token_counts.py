@@ -24,6 +24,9 @@ from hisparse_pd.base.vocabulary import MAX_LOGIT_BIAS, SamplingParams
 
 _IN_PROMPT = 1 << 30
 """Added to the count of a token in the prompt; greater than any count of output tokens."""
+_LEAST_REPETITION = 2.0**-100
+"""Smallest repetition penalty that logits are divided by; repeated tokens win with it as with a smaller one.
+A smaller one, in float32 perhaps 0, would make logits infinite, which have no probabilities."""
 ROWS_AT_A_TIME = 64
 """Rows of logits that are changed at once, so that temporary copies do not grow with the batch."""
 
@@ -137,7 +140,8 @@ _NO_PENALTIES = (1.0, 0.0, 0.0)
 
 def _penalties(params: SamplingParams) -> tuple[float, float, float]:
     """Return the penalties of repetition, frequency and presence."""
-    return params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+    repetition = max(params.repetition_penalty, _LEAST_REPETITION)
+    return repetition, params.frequency_penalty, params.presence_penalty
 
 
 def _num_biases(params: SamplingParams) -> int:

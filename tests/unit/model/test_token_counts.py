@@ -231,3 +231,15 @@ def test_all_biases_that_a_request_may_have() -> None:
         for bias in (100.0, -100.0)
     ]
     assert sampled(logits, rows) == [0, vocab_size - 1]
+
+
+@pytest.mark.parametrize("penalty", [1e-320, 1e-38, 1e-30])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_smallest_repetition_penalties_leave_logits_finite(penalty: float, temperature: float) -> None:
+    """An infinite logit has no probability, so that the token with the lowest id would be drawn."""
+    wants = params(repetition_penalty=penalty, temperature=temperature, seed=1)
+    row = Row(wants, prompt=[2, 4, 5], output=[], drafts=[])
+    logits = torch.tensor([[3.0, -2.0, 9.0, 12.0, 0.0, 8.0]])
+    counted = CountedRows(table_of([row], 6, [0]), [0])
+    assert counted.change(logits, [wants]).isfinite().all()
+    assert sampled(logits, [row]) == [2]
